@@ -1,0 +1,40 @@
+"""What a drafter is: the contract (`base`), the kinds (one module each), shared layers and tree arithmetic.
+
+A kind is a module of this package that defines `Config` and `Model`; its name is the module's name. `kinds()` finds them,
+so a new file is a new kind and there is no table to edit.
+"""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+from draftsmith.drafters.base import Drafter, Proposal, Shape, TrainableDrafter, TrainingBatch
+from draftsmith.drafters.checkpoint import build, load, save
+from draftsmith.drafters.settings import nearest
+
+__all__ = [
+    "Drafter",
+    "Proposal",
+    "Shape",
+    "TrainableDrafter",
+    "TrainingBatch",
+    "build",
+    "kind_module",
+    "kinds",
+    "load",
+    "save",
+]
+
+_SHARED = {"base", "checkpoint", "kv", "layers", "losses", "settings", "tree", "vocabulary"}
+
+
+def kinds() -> list[str]:
+    """The names of all drafter kinds, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
+
+
+def kind_module(kind: str) -> ModuleType:
+    """The module that implements a kind; ValueError with the nearest name if there is none."""
+    if kind not in kinds():
+        raise ValueError(f"unknown drafter kind {kind!r}; {nearest(kind, kinds())}")
+    return importlib.import_module(f"draftsmith.drafters.{kind}")

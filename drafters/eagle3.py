@@ -1,0 +1,288 @@
+"""EAGLE-3: one decoder layer that continues the target's own features (Li et al. 2025, arXiv 2503.01840).
+
+At start p the layer reads the embedding of token p + 1 and a state g_p, and predicts token p + 2. At first g_p is a fusion of
+three hidden states of the target at p; drafting on, it is the layer's own output. Training imitates that with
+`steps` draft depths ("training-time test"): at depth j the query at start p carries the true token p + 1 + j and its own
+output of depth j - 1, has rotary position p + j, and sees the depth-0 keys up to p and its own keys of depths 1 to j.
+
+The options of EAGLE-3.1 (arXiv 2605.09992): `fc_norm` normalises each captured state before fusion, `norm_output` feeds the
+normalised output back. Parameter names follow the layout that serving engines load (`midlayer.…`, `d2t` as offsets).
+Departures: the embedding is the target's, frozen and never stored; head rows start as the target's; probability outside
+the draft vocabulary counts as a miss instead of being renormalised away.
+
+Letters: B sequences, T positions, C observed tokens, D width, F captured width, W draft vocabulary, R queries, S keys.
+"""
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafters import tree
+from draftsmith.drafters.base import (
+    LayerId,
+    LossParts,
+    Pick,
+    Proposal,
+    Shape,
+    TargetHead,
+    TrainableDrafter,
+    TrainingBatch,
+)
+from draftsmith.drafters.kv import KeyValues, plan
+from draftsmith.drafters.layers import MLP, RMSNorm, rotary_tables, rotate
+from draftsmith.drafters.losses import distill
+from draftsmith.drafters.vocabulary import choose_draft_vocabulary, offsets
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    layers: tuple[int, ...] | None = None
+    """Captured decoder-layer inputs, ascending (Hugging Face `hidden_states` index); default 2, L//2, L-3."""
+    draft_vocab_size: int | None = None
+    """Tokens the draft can propose, the most frequent ones of the training answers; None means all."""
+    steps: int = 3
+    """Draft depths unrolled in training (the paper: 7)."""
+    decay: float = 0.8
+    """Weight of depth j is decay ** j."""
+    loss: Literal["soft", "hard"] = "soft"
+    """Cross-entropy towards the target's whole law, or towards its most likely token only."""
+    norm_before_fc: bool = False
+    """One RMS norm over all captured states before fusion."""
+    fc_norm: bool = False
+    """One RMS norm for each captured state before fusion (EAGLE-3.1); excludes `norm_before_fc`."""
+    norm_output: bool = False
+    """Feed the normalised output back (EAGLE-3.1)."""
+    norm_before_residual: bool = False
+    """Residual from the normalised state; few engines can serve it."""
+    initialise_head: Literal["target", "random"] = "target"
+    """Where the draft head starts."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; give 1 or more")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay is {self.decay}; give a value above 0, at most 1")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other; set one of them to false")
+        if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"layers is {list(self.layers)}; give distinct layer ids in ascending order")
+
+
+@dataclasses.dataclass(slots=True)
+class State:
+    """What EAGLE-3 remembers: its keys and values, and where it stands after the newest observation."""
+
+    cache: KeyValues
+    lengths: list[int]
+    output_BD: Tensor
+    """Layer output for the newest pair (feature of the last committed token but one, root token)."""
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        width = shape.hidden_size
+        self.q_proj = nn.Linear(2 * width, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * width, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * width, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
+
+    def project(self, joint_BRD2: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys (both rotated) and values, (B, heads, R, E) each."""
+        split = joint_BRD2.shape[:2]
+        query = self.q_proj(joint_BRD2).view(*split, self.heads, self.head_dim).transpose(1, 2)
+        key = self.k_proj(joint_BRD2).view(*split, self.kv_heads, self.head_dim).transpose(1, 2)
+        value = self.v_proj(joint_BRD2).view(*split, self.kv_heads, self.head_dim).transpose(1, 2)
+        return rotate(query, *tables), rotate(key, *tables), value
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        """Attention under a bool mask (B or 1, 1, R, S), then the output projection: (B, R, D)."""
+        mixed = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, enable_gqa=self.heads != self.kv_heads
+        )
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class MidLayer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+
+class Model(TrainableDrafter):
+    """The EAGLE-3 head; reference/formats of the serving engines fix its arithmetic."""
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: Config, shape: Shape) -> None:
+        super().__init__()
+        self.config, self.shape = config, shape
+        self.training_depth = config.steps
+        layers = config.layers if config.layers is not None else default_layers(shape.num_layers)
+        check_layers(layers, shape.num_layers)
+        self.feature_layers: tuple[LayerId, ...] = layers
+        width = shape.hidden_size
+        vocab = config.draft_vocab_size or shape.vocab_size
+        if vocab > shape.vocab_size:
+            raise ValueError(f"draft_vocab_size is {vocab}, above the target's vocabulary of {shape.vocab_size}")
+        self.fc = nn.Linear(len(layers) * width, width, bias=False)
+        self.midlayer = MidLayer(shape)
+        self.norm = RMSNorm(width, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(len(layers) * width, shape.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(width, shape.rms_norm_eps) for _ in layers)
+        self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
+        self.register_buffer("t2d", torch.ones(shape.vocab_size, dtype=torch.bool))
+
+    def bind(self, target: TargetHead) -> None:
+        self.check_target(target.shape)
+        self.target = target
+
+    def initialise(self, target: TargetHead, token_counts_V: Tensor) -> None:
+        self.bind(target)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+        kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
+        self.d2t.copy_(offsets(kept_W))
+        self.t2d.fill_(False)[kept_W] = True
+        if self.config.initialise_head == "target":
+            with torch.no_grad():
+                self.lm_head.weight.copy_(target.head_weight()[kept_W.to(target.head_weight().device)])
+
+    @property
+    def token_ids_W(self) -> Tensor | None:
+        """Target id of each draft id; None if the draft has the whole vocabulary."""
+        if len(self.d2t) == self.shape.vocab_size:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: TrainingBatch) -> LossParts:
+        width = batch.ids_BT.shape[1]
+        device = batch.ids_BT.device
+        start_T = torch.arange(width, device=device)
+        embedded_BTD = self.target.embed(batch.ids_BT).to(self.fc.weight.dtype)
+        causal_TT = start_T[:, None] >= start_T
+        diagonal_TT = start_T[:, None] == start_T
+        state_BTD = self.fuse(batch.features_BTF.to(self.fc.weight.dtype))
+        outputs: list[Tensor] = []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for depth in range(self.config.steps):
+            token_BTD = embedded_BTD.roll(-1 - depth, dims=1)  # wraps at the end, where nothing is supervised
+            tables = rotary_tables((start_T + depth)[None], self.shape.head_dim, self.shape.rope_theta)
+            joint, residual = self._joint(token_BTD, state_BTD)
+            query, key, value = self.midlayer.self_attn.project(joint, tables)
+            keys.append(key)
+            values.append(value)
+            mask_TS = torch.cat([causal_TT] + [diagonal_TT] * depth, dim=1)
+            mixed = self.midlayer.self_attn.attend(query, torch.cat(keys, 2), torch.cat(values, 2), mask_TS[None, None])
+            output, normed = self._finish(residual + mixed)
+            outputs.append(normed)
+            state_BTD = normed if self.config.norm_output else output
+        hard = self.config.loss == "hard"
+        return distill(
+            outputs, [self.lm_head.weight], batch, self.target, self.token_ids_W, self.config.decay, hard=hard
+        )
+
+    def fuse(self, features_BTF: Tensor) -> Tensor:
+        """The first state g from the captured hidden states: (B, T, F) → (B, T, D)."""
+        if self.config.norm_before_fc:
+            features_BTF = self.input_norm(features_BTF)
+        if self.config.fc_norm:
+            chunks = features_BTF.chunk(len(self.fc_norm), dim=-1)
+            features_BTF = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        out: Tensor = self.fc(features_BTF)
+        return out
+
+    def _joint(self, token_BRD: Tensor, state_BRD: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention input (B, R, 2D), embedding first, and the residual (B, R, D)."""
+        normed = self.midlayer.hidden_norm(state_BRD)
+        joint = torch.cat([self.midlayer.input_layernorm(token_BRD).to(normed.dtype), normed], dim=-1)
+        return joint, normed if self.config.norm_before_residual else state_BRD
+
+    def _finish(self, attended_BRD: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's output and what the draft head reads, (B, R, D) each."""
+        output = attended_BRD + self.midlayer.mlp(self.midlayer.post_attention_layernorm(attended_BRD))
+        return output, self.norm(output)
+
+    # ---- drafting -------------------------------------------------------------------------------------------------
+
+    def init(self, batch: int, capacity: int) -> State:
+        weight = self.fc.weight
+        cache = KeyValues(batch, self.shape.num_kv_heads, capacity, self.shape.head_dim, weight.dtype, weight.device)
+        return State(cache, [0] * batch, torch.zeros(batch, self.shape.hidden_size, dtype=weight.dtype))
+
+    def observe(self, state: State, ids_BC: Tensor, features_BCF: Tensor, next_B: Tensor, counts: list[int]) -> State:
+        counts_B = torch.tensor(counts, device=ids_BC.device)
+        following_BC = ids_BC.roll(-1, dims=1)
+        following_BC[torch.arange(len(counts)), counts_B - 1] = next_B
+        fused_BCD = self.fuse(features_BCF.to(self.fc.weight.dtype))
+        output_BCD = self._step(state, state.lengths, following_BC, fused_BCD)
+        newest_BD = output_BCD[torch.arange(len(counts)), counts_B - 1]
+        lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
+        return State(state.cache, lengths, newest_BD)
+
+    def propose(self, state: State, depth: int, pick: Pick) -> Proposal:
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        output_BD, token_ids_W = state.output_BD, self.token_ids_W
+        for step in range(depth):
+            if step > 0:
+                fed_BD = self.norm(output_BD) if self.config.norm_output else output_BD
+                lengths = [length + step - 1 for length in state.lengths]
+                output_BD = self._step(state, lengths, tokens[-1][:, None], fed_BD[:, None])[:, 0]
+            token_B, probs_BV = pick(self.lm_head(self.norm(output_BD)), step, token_ids_W)
+            tokens.append(token_B)
+            if probs_BV is not None:
+                probs.append(probs_BV)
+        return Proposal(torch.stack(tokens, 1), tree.chain(depth), torch.stack(probs, 1) if probs else None)
+
+    def select(self, state: State, rows_B: Tensor) -> State:
+        state.cache.select(rows_B)
+        return State(state.cache, [state.lengths[row] for row in rows_B.tolist()], state.output_BD[rows_B])
+
+    def _step(self, state: State, lengths: list[int], token_ids_BR: Tensor, states_BRD: Tensor) -> Tensor:
+        """Runs the layer on R pairs behind each row's `lengths` cached ones: (B, R, D)."""
+        slots = plan(lengths, token_ids_BR.shape[1], token_ids_BR.device)
+        tables = rotary_tables(slots.index_BR, self.shape.head_dim, self.shape.rope_theta)
+        joint, residual = self._joint(self.target.embed(token_ids_BR).to(states_BRD.dtype), states_BRD)
+        query, key, value = self.midlayer.self_attn.project(joint, tables)
+        key, value = state.cache.write(key, value, slots)
+        mask = torch.arange(slots.extent, device=token_ids_BR.device) <= slots.index_BR[..., None]
+        mixed = self.midlayer.self_attn.attend(query, key, value, mask[:, None])
+        return self._finish(residual + mixed)[0]
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """2, L//2, L-3: where every engine agrees even if the checkpoint does not say."""
+    layers = (2, num_layers // 2, num_layers - 3)
+    if list(layers) != sorted(set(layers)):
+        raise ValueError(
+            f"the default layers 2, L//2, L-3 collide for a target of {num_layers} layers ({layers}); "
+            "give `layers` explicitly, for example [1, 2, 3]"
+        )
+    return layers
+
+
+def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
+    wrong = [layer for layer in layers if not 0 < layer <= num_layers]
+    if wrong or not layers:
+        raise ValueError(
+            f"layers is {list(layers)}; the target has {num_layers} layers: give ids from 1 to {num_layers}"
+        )

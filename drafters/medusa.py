@@ -1,0 +1,132 @@
+"""Medusa heads: K small heads that guess the next tokens from one hidden state (Cai et al. 2024, arXiv 2401.10774).
+
+Head k reads the target's state after the final norm at position p and predicts token p + 2 + k (the target's own head predicts
+p + 1): residual blocks z ← z + SiLU(W z + b), the identity at the start, then a projection to the vocabulary. The
+projection is either the target's head, shared and frozen ("Medusa-1" without own heads), or one trained head per depth
+that starts as a copy of the target's rows. Heads do not see each other's guesses, so a sampled chain draws each
+position from its own marginal law.
+
+Departures: soft labels from the target, and an optional reduced draft vocabulary.
+
+Letters: B sequences, C observed tokens, D width, K heads, W draft vocabulary.
+"""
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafters import tree
+from draftsmith.drafters.base import LossParts, Pick, Proposal, Shape, TargetHead, TrainableDrafter, TrainingBatch
+from draftsmith.drafters.layers import ResidualBlock
+from draftsmith.drafters.losses import distill
+from draftsmith.drafters.vocabulary import choose_draft_vocabulary, offsets
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    num_heads: int = 4
+    """K, the deepest chain that can be drafted."""
+    num_layers: int = 1
+    """Residual blocks per head."""
+    own_head: bool = True
+    """Each head has a projection of its own; otherwise all share the target's frozen one."""
+    draft_vocab_size: int | None = None
+    """Tokens the draft can propose, the most frequent ones of the training answers; None means all."""
+    decay: float = 0.8
+    """Weight of head k is decay ** k."""
+    loss: Literal["soft", "hard"] = "soft"
+    """Cross-entropy towards the target's whole law, or towards its most likely token only."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_layers < 1:
+            raise ValueError(f"num_heads is {self.num_heads} and num_layers {self.num_layers}; give 1 or more of each")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay is {self.decay}; give a value above 0, at most 1")
+
+
+class Blocks(nn.Sequential):
+    """The residual blocks of one head; each is a module of its own."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__(*(ResidualBlock(width) for _ in range(num_layers)))
+
+
+class Model(TrainableDrafter):
+    """K heads on the target's last hidden state."""
+
+    feature_layers = ("last",)
+    d2t: Tensor
+
+    def __init__(self, config: Config, shape: Shape) -> None:
+        super().__init__()
+        self.config, self.shape = config, shape
+        self.max_depth = self.training_depth = config.num_heads
+        vocab = config.draft_vocab_size or shape.vocab_size
+        if vocab > shape.vocab_size:
+            raise ValueError(f"draft_vocab_size is {vocab}, above the target's vocabulary of {shape.vocab_size}")
+        width = shape.hidden_size
+        self.blocks = nn.ModuleList(Blocks(width, config.num_layers) for _ in range(config.num_heads))
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(width, vocab, bias=False) for _ in range(config.num_heads if config.own_head else 0)
+        )
+        self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
+
+    def bind(self, target: TargetHead) -> None:
+        self.check_target(target.shape)
+        self.target = target
+        if not self.config.own_head:
+            token_ids_W = self.token_ids_W
+            weight = target.head_weight().detach()  # a Parameter would become one of the drafter's own
+            self.shared_head_WD = weight if token_ids_W is None else weight[token_ids_W.to(weight.device)]
+
+    def initialise(self, target: TargetHead, token_counts_V: Tensor) -> None:
+        kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
+        self.d2t.copy_(offsets(kept_W))
+        self.bind(target)
+        with torch.no_grad():
+            for head in self.lm_heads:
+                head.get_parameter("weight").copy_(target.head_weight()[kept_W.to(target.head_weight().device)])
+
+    def head_weights(self) -> list[Tensor]:
+        """The projections (W, D): one per head, or the shared one alone."""
+        return [head.get_parameter("weight") for head in self.lm_heads] or [self.shared_head_WD]
+
+    @property
+    def token_ids_W(self) -> Tensor | None:
+        """Target id of each draft id; None if the draft has the whole vocabulary."""
+        if len(self.d2t) == self.shape.vocab_size:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def forward(self, batch: TrainingBatch) -> LossParts:
+        last_BTD = batch.last_BTD.to(self.dtype)
+        hidden: list[Tensor] = [block(last_BTD) for block in self.blocks]
+        hard = self.config.loss == "hard"
+        return distill(hidden, self.head_weights(), batch, self.target, self.token_ids_W, self.config.decay, hard=hard)
+
+    def init(self, batch: int, capacity: int) -> Tensor:
+        """The state is the last hidden state, (B, D), of the newest token the target has read."""
+        return torch.zeros(batch, self.shape.hidden_size, dtype=self.dtype, device=self.d2t.device)
+
+    def observe(self, state: Tensor, ids_BC: Tensor, features_BCF: Tensor, next_B: Tensor, counts: list[int]) -> Tensor:
+        counts_B = torch.tensor(counts, device=ids_BC.device)
+        return features_BCF[torch.arange(len(counts)), counts_B - 1].to(state.dtype)
+
+    def propose(self, state: Tensor, depth: int, pick: Pick) -> Proposal:
+        token_ids_W, heads = self.token_ids_W, self.head_weights()
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        for k in range(depth):
+            head_WD = heads[k % len(heads)]
+            token_B, probs_BV = pick(self.blocks[k](state) @ head_WD.to(state.dtype).T, k, token_ids_W)
+            tokens.append(token_B)
+            if probs_BV is not None:
+                probs.append(probs_BV)
+        return Proposal(torch.stack(tokens, 1), tree.chain(depth), torch.stack(probs, 1) if probs else None)
+
+    def select(self, state: Tensor, rows_B: Tensor) -> Tensor:
+        return state[rows_B]

@@ -1,0 +1,1 @@
+"""The frozen target, its cache, sampling, verification rules, the decode loop and evaluation."""

@@ -1,0 +1,364 @@
+"""The frozen target: any Hugging Face causal LM behind one small contract, its modelling code neither copied nor patched.
+
+Hidden features come from hooks that exist only during a call; tree and chain masks are arguments; the cache is ours (`cache`).
+What could silently be wrong is checked when the target is loaded: that `unembed(last)` gives the model's own logits
+(soft-capping and scaling included) and that decoding with our cache gives the same logits as the model alone.
+
+Letters: B sequences, R rows given to the target (root first), S cache slots, F captured width, D width, V vocabulary.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from draftsmith.drafters.base import LayerId, Shape
+from draftsmith.inference.cache import KVCache
+
+
+class TargetOutput(NamedTuple):
+    """What one forward gives.
+
+    Attributes:
+        logits: (B, R, V) in the model's dtype, or (B, 1, V) for the asked rows only.
+        features: (B, R, F), the asked layers side by side.
+        last: (B, R, D), the state after the final norm.
+    """
+
+    logits: Tensor
+    features: Tensor
+    last: Tensor
+
+
+class Target:
+    """A causal LM in eval mode without gradients; no call changes its weights, flags or config."""
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
+        """Wraps a loaded model and checks it; `load` is the usual way in.
+
+        Raises:
+            ValueError: the model cannot be driven exactly: no head, unknown logit arithmetic, or a state without roll-back.
+        """
+        self.model: Any = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config: Any = model.config.get_text_config()
+        _refuse_other_states(model, self.config, name)
+        self.body: nn.Module = getattr(model, model.base_model_prefix)
+        self.layers = _decoder_layers(self.body, self.config.num_hidden_layers)
+        parameters = inspect.signature(self.body.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5.24
+        head = model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        if head is None or embedding is None:
+            raise ValueError(f"{name} has no output head or no input embedding; give a causal LM")
+        self._head: nn.Linear = head
+        self._embedding: nn.Embedding = embedding
+        self.shape = describe(self.config, vocab_size=head.weight.shape[0], fingerprint=fingerprint(model))
+        self.eos_ids = _eos_ids(model, tokenizer)
+        self._check()
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._head.weight.dtype
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Rows of the input embedding, (…) → (…, D), without any scaling that the model applies afterwards."""
+        return nn.functional.embedding(ids, self._embedding.weight)
+
+    def unembed(self, last: Tensor) -> Tensor:
+        """Logits (…, V) from states after the final norm (…, D), exactly as the model makes them."""
+        return self.adjust_logits(self._head(last))
+
+    def adjust_logits(self, logits: Tensor) -> Tensor:
+        """What some architectures do to each logit after the head: scaling and soft-capping."""
+        scaling, scale = _setting(self.config, "logits_scaling"), _setting(self.config, "logit_scale")
+        cap = _setting(self.config, "final_logit_softcapping")
+        if scaling is not None:  # Granite
+            logits = logits / scaling
+        if scale is not None:  # Cohere
+            logits = logits * scale
+        if cap is not None:  # Gemma 2
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def head_weight(self) -> Tensor:
+        """(V, D); drafters start from it."""
+        return self._head.weight
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(batch, capacity)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids_BR: Tensor,
+        cache: KVCache,
+        layers: Sequence[LayerId] = (),
+        *,
+        depth_R: Tensor | None = None,
+        ancestors_RR: Tensor | None = None,
+        logits_at_B: Tensor | None = None,
+    ) -> TargetOutput:
+        """One pass over R new rows per sequence, behind what the cache has committed. Commit afterwards.
+
+        Args:
+            ids_BR: int64, the root first.
+            cache: where keys and values go; row b's rows get positions from `cache.lengths[b]` on.
+            layers: which hidden states to return as features.
+            depth_R: int64, depth of each row below the root; None means a chain (0, 1, 2, …).
+            ancestors_RR: bool, which new rows each new row may see; None means a chain (all up to itself).
+            logits_at_B: compute logits for this one row of each sequence only (prefill); None means all rows.
+        """
+        slots = cache.begin(ids_BR.shape[1], ids_BR.device)
+        lengths_B = slots.index_BR[:, :1]
+        depth = torch.arange(ids_BR.shape[1], device=ids_BR.device) if depth_R is None else depth_R
+        positions_BR = lengths_B + depth
+        mask_BRS, key_positions_BS = _visible(slots.index_BR, slots.extent, depth, ancestors_RR)
+        mask = self._attention_mask(mask_BRS, positions_BR, key_positions_BS)
+        known_BR = positions_BR.clamp_max(self.shape.max_positions - 1)  # drafts may reach beyond; none of them is kept
+        features, last = self._run(ids_BR, layers, position_ids=known_BR, attention_mask=mask, cache=cache)
+        rows = last if logits_at_B is None else last[torch.arange(len(last)), logits_at_B][:, None]
+        return TargetOutput(self.unembed(rows), features, last)
+
+    @torch.no_grad()
+    def hidden(self, ids_BT: Tensor, layers: Sequence[LayerId] = ()) -> tuple[Tensor, Tensor]:
+        """Features (B, T, F) and last states (B, T, D) of right-padded sequences, without a cache; padding sees but is not seen."""
+        return self._run(ids_BT, layers, position_ids=None, attention_mask=None, cache=None)
+
+    def _run(
+        self, ids: Tensor, layers: Sequence[LayerId], *, position_ids: Tensor | None, attention_mask: Any, cache: Any
+    ) -> tuple[Tensor, Tensor]:
+        arguments = {self._cache_argument: cache, "use_cache": cache is not None}
+        with _capture(self.layers, layers) as captured:
+            out = self.body(input_ids=ids, position_ids=position_ids, attention_mask=attention_mask, **arguments)
+        last: Tensor = out.last_hidden_state
+        chosen = [last if layer == "last" else captured[layer] for layer in layers]
+        return torch.cat(chosen, dim=-1) if chosen else last[..., :0], last
+
+    def _attention_mask(self, mask_BRS: Tensor, positions_BR: Tensor, key_positions_BS: Tensor) -> Any:
+        """The mask in the form the model takes: bool or additive, and one per layer type where types differ."""
+        window = _setting(self.config, "sliding_window")
+        types = set(_setting(self.config, "layer_types") or ())
+        if _setting(self.config, "use_sliding_window") is False:
+            window = None
+        full = self._mask_dtype(mask_BRS[:, None])
+        if window is None:
+            return full if not types or types == {"full_attention"} else dict.fromkeys(types, full)
+        near_BRS = positions_BR[..., None] - key_positions_BS[:, None] < window
+        sliding = self._mask_dtype((mask_BRS & near_BRS)[:, None])
+        if types == {"full_attention", "sliding_attention"}:
+            return {"full_attention": full, "sliding_attention": sliding}
+        return full if types == {"full_attention"} else sliding
+
+    def _mask_dtype(self, visible: Tensor) -> Tensor:
+        if self.config._attn_implementation != "eager":
+            return visible
+        return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
+
+    def _check(self) -> None:
+        """Two promises that everything rests on, tried on random tokens; ValueError names the one that fails."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.shape.vocab_size, (1, 12), generator=generator).to(self.device)
+        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.25
+        with torch.no_grad():
+            logits = self.model(input_ids=ids, use_cache=False).logits
+            _, last = self.hidden(ids)
+            if not torch.allclose(self.unembed(last), logits, atol=1e-4 if tolerance < 0.1 else tolerance, rtol=1e-2):
+                gap = float((self.unembed(last) - logits).abs().max())
+                raise ValueError(
+                    f"{self.name}: the head on the last hidden state does not reproduce the model's logits (off by "
+                    f"{gap:.3g}); this architecture ({type(self.model).__name__}) is not supported"
+                )
+            cache = self.new_cache(1, 16)
+            parts = []
+            for piece in (ids[:, :7], ids[:, 7:8], ids[:, 8:]):
+                parts.append(self.forward(piece, cache).logits)
+                cache.commit([piece.shape[1]])
+        missing = set(range(len(self.layers))) - cache.used_layers()
+        if missing:
+            raise ValueError(
+                f"{self.name}: layers {sorted(missing)} keep a state that cannot be rolled back (recurrent or linear "
+                "attention), so rejected drafts could not be taken back; use a target with plain attention"
+            )
+        gap = float((torch.cat(parts, 1) - logits).abs().max())
+        if not gap <= tolerance * max(1.0, float(logits.abs().max())):
+            raise ValueError(
+                f"{self.name}: decoding with the cache gives other logits than the model alone (off by {gap:.3g}); "
+                f"this architecture ({type(self.model).__name__}) is not supported"
+            )
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Target:
+    """Loads a target from a folder, a hub id, or a GGUF file.
+
+    Args:
+        path: the folder, id or `.gguf` file.
+        dtype: of weights and activations; None takes the checkpoint's own (fp32 for GGUF).
+        device: where to put it.
+        revision: of a hub id.
+        trust_remote_code: run modelling code that comes with the checkpoint; only ever on the user's explicit request.
+
+    Raises:
+        ValueError: nothing there, not a causal LM, or an architecture that cannot be driven exactly.
+    """
+    place, extra = _source(path)
+    common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, **extra}
+    try:
+        config = AutoConfig.from_pretrained(place, **common)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"target {str(path)!r} cannot be read: {_first_line(error)}") from error
+    if not trust_remote_code and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"target {str(path)!r} is a {config.model_type!r} model, not a causal LM; give a text decoder")
+    architectures = config.architectures or []
+    if architectures and not any("CausalLM" in name or "LMHead" in name for name in architectures):
+        raise ValueError(f"target {str(path)!r} is a {architectures[0]}, not a causal LM; give a text decoder")
+    if extra:
+        from transformers import GgufConfig
+
+        common["quantization_config"] = GgufConfig(dequantize=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto", use_safetensors=True, **common)
+        common.pop("quantization_config", None)
+        tokenizer = AutoTokenizer.from_pretrained(place, **common)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"target {str(path)!r} cannot be loaded: {_first_line(error)}") from error
+    return Target(model.to(device), tokenizer, str(path))
+
+
+def describe(config: Any, *, vocab_size: int | None = None, fingerprint: str = "") -> Shape:
+    """A target's sizes from its Hugging Face config; works without weights."""
+    heads = config.num_attention_heads
+    rope = _setting(config, "rope_parameters") or {}
+    if "rope_theta" not in rope:  # one entry per layer type: the full-attention one sets the scale
+        rope = rope.get("full_attention", {})
+    return Shape(
+        hidden_size=config.hidden_size,
+        vocab_size=vocab_size or config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        intermediate_size=_setting(config, "intermediate_size") or 4 * config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=_setting(config, "num_key_value_heads") or heads,
+        head_dim=_setting(config, "head_dim") or config.hidden_size // heads,
+        rms_norm_eps=float(_setting(config, "rms_norm_eps") or 1e-6),
+        rope_theta=float(rope.get("rope_theta") or _setting(config, "rope_theta") or 10000.0),
+        max_positions=config.max_position_embeddings,
+        fingerprint=fingerprint,
+    )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Names the weights: a hash of names, sizes and sixteen bf16 samples of every parameter, the same for every dtype
+    that a bf16 checkpoint is loaded in."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // 16)][:16].to(torch.bfloat16).float().cpu()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _capture(layers: nn.ModuleList, wanted: Sequence[LayerId]) -> Iterator[dict[LayerId, Tensor]]:
+    """Hooks, for the time of one call, that note the residual stream entering layer i (or leaving the last one)."""
+    captured: dict[LayerId, Tensor] = {}
+    handles = []
+
+    def entering(index: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            captured[index] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def leaving(_module: nn.Module, _args: Any, output: Any) -> None:
+        captured[len(layers)] = output[0] if isinstance(output, tuple) else output
+
+    try:
+        for layer in wanted:
+            if layer == len(layers):
+                handles.append(layers[-1].register_forward_hook(leaving))
+            elif layer != "last":
+                handles.append(layers[layer].register_forward_pre_hook(entering(layer), with_kwargs=True))
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _visible(index_BR: Tensor, extent: int, depth_R: Tensor, ancestors_RR: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which cache slots each new row sees, bool (B, R, S), and the position of the token in each slot, int64 (B, S)."""
+    slots_S = torch.arange(extent, device=index_BR.device)
+    if ancestors_RR is None:
+        return slots_S <= index_BR[..., None], slots_S.expand(len(index_BR), extent)
+    lengths_B1 = index_BR[:, :1]
+    committed_BS = slots_S < lengths_B1
+    new_BS = (slots_S - lengths_B1).clamp(0, len(depth_R) - 1)  # which new row a slot holds, where it holds one
+    fresh_BS = (slots_S >= lengths_B1) & (slots_S < lengths_B1 + len(depth_R))
+    mask_BRS = committed_BS[:, None] | (ancestors_RR[:, new_BS].transpose(0, 1) & fresh_BS[:, None])
+    return mask_BRS, torch.where(committed_BS, slots_S, lengths_B1 + depth_R[new_BS])
+
+
+def _refuse_other_states(model: nn.Module, config: Any, name: str) -> None:
+    """ValueError if some layer is not plain attention, full or in a sliding window."""
+    others = set(_setting(config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if others or getattr(model, "_is_stateful", False):  # transformers' own mark of recurrent models
+        raise ValueError(
+            f"{name} is a {config.model_type!r} model whose layers ({', '.join(sorted(others)) or 'recurrent'}) keep a state "
+            "that cannot be rolled back, so rejected drafts could not be taken back; use a target with plain attention"
+        )
+
+
+def _decoder_layers(body: nn.Module, num_layers: int) -> nn.ModuleList:
+    lists = [m for m in body.children() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    if len(lists) != 1:
+        raise ValueError(
+            f"{type(body).__name__} has no single list of {num_layers} decoder layers; it is not supported"
+        )
+    return lists[0]
+
+
+def _eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Every id that ends an answer, from the generation config and the tokenizer."""
+    configured = model.generation_config.eos_token_id
+    ids = set(configured) if isinstance(configured, list) else {configured}
+    if tokenizer is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+def _setting(config: Any, name: str) -> Any:
+    """A setting that only some architectures have."""
+    return getattr(config, name, None)
+
+
+def _source(path: str | Path) -> tuple[str, dict[str, str]]:
+    path = Path(path)
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"target {str(path)!r} does not exist")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ValueError(f"target {str(path)!r} has no config.json; give a model folder, a hub id or a .gguf file")
+    return str(path), {}
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

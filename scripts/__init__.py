@@ -1,0 +1,1 @@
+"""The `draftsmith` command, quickstart and test scripts, benchmarks."""

@@ -1,0 +1,311 @@
+"""The `draftsmith` command: thin, every subcommand only parses and calls the module that does the work.
+
+What a user can put right is a `ValueError` below and one line here, with exit status 2.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="draftsmith", description="Train, verify and measure draft heads.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_data, _add_cache, _add_train, _add_eval, _add_generate):
+        add(commands)
+    options, rest = parser.parse_known_args(arguments)
+    if rest:
+        # argparse does not collect key=value behind an option such as --dry-run
+        if not hasattr(options, "overrides") or any(word.startswith("-") or "=" not in word for word in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.overrides = [*options.overrides, *rest]
+    try:
+        options.run(options)
+    except ValueError as error:
+        sys.exit(_fail(options.command, str(error)))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        sys.exit(_fail(options.command, f"{where}{error.strerror or error}; free space or choose another path"))
+    except KeyboardInterrupt:
+        print(f"\ndraftsmith {options.command}: interrupted; the same command continues where it can", file=sys.stderr)
+        sys.exit(130)
+
+
+def _fail(command: str, message: str) -> int:
+    print(f"draftsmith {command}: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+# ---- data -------------------------------------------------------------------------------------------------------------
+
+
+def _add_data(commands: Any) -> None:
+    about = "build training conversations: the frozen target answers prompts, or invents them too"
+    parser = _command(commands, "data", about, _data)
+    parser.add_argument("prompts", nargs="?", metavar="PROMPTS", help="JSONL of prompts or conversations")
+    _target_arguments(parser)
+    parser.add_argument("--out", required=True, metavar="FILE", help="JSONL to write; an interrupted run continues")
+    parser.add_argument("--self-prompt", type=int, default=0, metavar="N", help="user turns the target invents itself")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="answers per prompt (default 1)")
+    parser.add_argument("--max-new", type=int, default=256, metavar="N", help="token budget of an answer (default 256)")
+    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="prompts decoded together (default 64)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    _sampling_arguments(parser)
+
+
+def _data(options: argparse.Namespace) -> None:
+    from draftsmith.inference.sampling import Sampler
+    from draftsmith.train.regenerate import Settings, regenerate
+
+    _positive(options, "samples", "max_new", "batch_size")
+    settings = Settings(
+        sampler=Sampler(options.temperature, options.top_k, options.top_p),
+        max_new=options.max_new,
+        batch_size=options.batch_size,
+        samples=options.samples,
+        seed=options.seed,
+        self_prompt=options.self_prompt,
+    )
+    records = regenerate(_load_target(options), options.prompts, options.out, settings)
+    print(f"{options.out}: {len(records):,} conversations")
+
+
+# ---- cache and train --------------------------------------------------------------------------------------------------
+
+
+def _add_cache(commands: Any) -> None:
+    parser = _command(
+        commands, "cache", "fill the feature store of a run, so that training need not run the target", _cache
+    )
+    _config_arguments(parser)
+
+
+def _cache(options: argparse.Namespace) -> None:
+    import dataclasses
+
+    from draftsmith import drafters
+    from draftsmith.train.config import read
+    from draftsmith.train.features import FeatureStore
+    from draftsmith.train.run import load_target, load_training_sequences
+
+    config = read(options.config, options.overrides)
+    if config.features.store != "disk":
+        raise ValueError("the config's features.store is not disk; add features.store=disk features.folder=FOLDER")
+    target = load_target(config, _device(options.device))
+    sequences = load_training_sequences(config, target)
+    layers = drafters.build(config.kind, config.drafter_settings, target.shape).feature_layers
+    store = FeatureStore(target, sequences, layers, **dataclasses.asdict(config.features))
+    size = store.bytes_per_token() * sum(len(sequence.ids) for sequence in sequences)
+    print(f"{config.features.folder}: {len(sequences):,} conversations, about {size / 1e9:.2f} GB", file=sys.stderr)
+    store.fill()
+
+
+def _add_train(commands: Any) -> None:
+    about = "train a drafter (on several devices: accelerate launch -m draftsmith.train.run CONFIG [key=value ...])"
+    parser = _command(commands, "train", about, _train)
+    _config_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="check the config, print the drafter's size and stop")
+
+
+def _train(options: argparse.Namespace) -> None:
+    from draftsmith.train.config import read
+    from draftsmith.train.run import train
+
+    config = read(options.config, options.overrides)
+    if options.dry_run:
+        from draftsmith.train.size import describe_size
+
+        print(describe_size(config))
+        return
+    if options.device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    print(train(config))
+
+
+# ---- eval -------------------------------------------------------------------------------------------------------------
+
+
+def _add_eval(commands: Any) -> None:
+    about = "measure real acceptance and speed on held-out prompts, through the lossless verify loop"
+    parser = _command(commands, "eval", about, _eval)
+    parser.add_argument("drafter", metavar="DRAFTER", help="run folder or drafter folder")
+    _target_arguments(parser)
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL of held-out prompts")
+    parser.add_argument("--k", type=_integers, default=(5,), metavar="K[,K]", help="draft lengths (default 5)")
+    _sampling_arguments(parser, several=True)
+    parser.add_argument("--rule", default="coupled", help="verification rule: coupled (default) or ratio")
+    parser.add_argument("--draft", default=None, help="how draft tokens are chosen: coupled, sample or argmax")
+    parser.add_argument("--max-new", type=int, default=128, metavar="N", help="tokens per answer (default 128)")
+    parser.add_argument("--num-prompts", type=int, default=None, metavar="N", help="use so many, evenly spread")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="for acceptance (default 32)")
+    parser.add_argument("--speed-prompts", type=int, default=8, metavar="N", help="for speed at batch 1; 0 for none")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of each speed prompt (default 1)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--json", metavar="FILE", help="where to write the report")
+
+
+def _eval(options: argparse.Namespace) -> None:
+    from draftsmith import drafters
+    from draftsmith.inference.conversations import read_conversations
+    from draftsmith.inference.evaluate import Settings, evaluate, spread
+    from draftsmith.scripts.tables import eval_table
+
+    _positive(options, "max_new", "batch_size", "repeats")
+    conversations = read_conversations(options.prompts)
+    if options.num_prompts is not None:
+        _positive(options, "num_prompts")
+        conversations = [conversations[i] for i in spread(len(conversations), options.num_prompts)]
+    if options.json and not Path(options.json).parent.is_dir():
+        raise ValueError(f"the folder of {options.json} does not exist; create it first")
+    settings = Settings(
+        depths=options.k,
+        temperatures=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        rule=options.rule,
+        way=options.draft,
+        max_new=options.max_new,
+        batch_size=options.batch_size,
+        speed_prompts=options.speed_prompts,
+        repeats=options.repeats,
+        seed=options.seed,
+    )
+    drafter = drafters.load(options.drafter)
+    target = _load_target(options)
+    drafter.to(device=target.device, dtype=target.dtype)
+    report = evaluate(target, drafter, conversations, settings)
+    if options.json:
+        _write(Path(options.json), json.dumps(report, indent=2) + "\n")
+    print(eval_table(report))
+
+
+# ---- generate ---------------------------------------------------------------------------------------------------------
+
+
+def _add_generate(commands: Any) -> None:
+    parser = _command(commands, "generate", "answer one prompt, tokens that the drafter guessed in green", _generate)
+    parser.add_argument("drafter", metavar="DRAFTER", help="run folder or drafter folder")
+    _target_arguments(parser)
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--k", type=int, default=5, metavar="K", help="draft length (default 5)")
+    parser.add_argument("--max-new", type=int, default=256, metavar="N", help="token budget (default 256)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    _sampling_arguments(parser)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from draftsmith import drafters
+    from draftsmith.inference.conversations import prompt_ids
+    from draftsmith.inference.decode import Seconds, Speculation, generate
+    from draftsmith.inference.metrics import tokens_per_round
+    from draftsmith.inference.sampling import Sampler
+    from draftsmith.scripts.tables import Stream
+
+    drafter = drafters.load(options.drafter)
+    target = _load_target(options)
+    drafter.to(device=target.device, dtype=target.dtype)
+    depth = min(options.k, drafter.max_depth or options.k)
+    stream, seconds = Stream(target.tokenizer), Seconds()
+    outputs = generate(
+        target,
+        [prompt_ids(target.tokenizer, [{"role": "user", "content": options.prompt}])],
+        max_new=options.max_new,
+        sampler=Sampler(options.temperature, options.top_k, options.top_p),
+        speculation=Speculation(drafter, depth),
+        seeds=[options.seed],
+        on_tokens=lambda _row, tokens, drafted: stream.add(tokens, drafted),
+        seconds=seconds,
+    )
+    stream.close()
+    tokens = len(outputs[0].ids)
+    rate = (tokens - 1) / seconds.decode if seconds.decode else float("nan")
+    tau = tokens_per_round([outputs[0].rounds])
+    print(f"{tokens} tokens, {tau:.2f} per round, {rate:.1f} tokens/s, lossless", file=sys.stderr)
+
+
+# ---- shared -----------------------------------------------------------------------------------------------------------
+
+
+def _command(
+    commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], None]
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
+    parser.set_defaults(run=run)
+    parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    return parser
+
+
+def _target_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, metavar="T", help="model folder, hub id or .gguf file")
+    parser.add_argument("--revision", default=None, help="of a hub id")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32", "float64"])
+    parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code from the checkpoint")
+
+
+def _sampling_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    if several:
+        parser.add_argument(
+            "--temperature", type=_numbers, default=(0.0,), metavar="T[,T]", help="0 is greedy (default)"
+        )
+    else:
+        parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=int, default=None, metavar="N", help="keep the N most likely tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the most likely mass P")
+
+
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a run's YAML, see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example optim.learning_rate=3e-4")
+
+
+def _load_target(options: argparse.Namespace) -> Any:
+    import torch
+
+    from draftsmith.inference.target import load
+
+    return load(
+        options.target,
+        dtype=getattr(torch, options.dtype),
+        device=_device(options.device),
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {name!r}; give cpu, cuda or cuda:N") from error
+
+
+def _positive(options: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; give 1 or more")
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".writing")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    main()

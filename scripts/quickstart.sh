@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# From nothing to two trained drafters with measured acceptance and speed, on a CPU, without a model hub.
+# Interrupted, it continues where it was. About 13 minutes on two cores after the downloads.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/setup.sh
+setup gguf,wandb
+export PATH="$PWD/.venv/bin:$PATH" TOKENIZERS_PARALLELISM=false
+runs=runs/quickstart
+mkdir -p "$runs"
+
+step() { printf '\n== %s\n' "$*"; }
+
+step "1/4  the bundled answers are the target's own: some are made again"
+python -m draftsmith.scripts.check_answers configs/answers/smollm2_greedy.jsonl --target .cache/smollm2
+
+for kind in eagle3 medusa; do
+  step "2/4  train $kind"
+  draftsmith train "configs/${kind}_smollm2.yaml"
+done
+
+for kind in eagle3 medusa; do
+  step "3/4  measure $kind on held-out prompts"
+  if [ ! -e "$runs/$kind/eval.json" ]; then
+    draftsmith eval "$runs/$kind" --target .cache/smollm2 --prompts configs/prompts/heldout.jsonl \
+      --k 5,3,2 --temperature 0,1 --max-new 64 --batch-size 32 --speed-prompts 6 --json "$runs/$kind/eval.json"
+  fi
+done
+
+step "4/4  result"
+python -m draftsmith.scripts.summary "$runs"

@@ -1,0 +1,71 @@
+"""The quickstart's result: one table over all runs of a folder, in Markdown.
+
+python -m draftsmith.scripts.summary RUNS
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m draftsmith.scripts.summary RUNS")
+    runs = sorted(path.parent for path in Path(sys.argv[1]).glob("*/eval.json"))
+    if not runs:
+        print(f"summary: no eval.json in {sys.argv[1]}/*/; run draftsmith eval with --json first", file=sys.stderr)
+        sys.exit(2)
+    print(summary(runs))
+
+
+def summary(runs: list[Path]) -> str:
+    """A row per run and temperature at K = 5, and the fastest K beside it."""
+    header = (
+        "drafter | size | trained in | T | tau at K = 5 | accepted given the one before | "
+        "fastest K | tokens/s plain | tokens/s speculative | speed-up"
+    )
+    lines = [f"| {header} |", "|" + " --- |" * (header.count("|") + 1)]
+    reports: dict[Path, dict[str, Any]] = {run: json.loads((run / "eval.json").read_text()) for run in runs}
+    for run, report in reports.items():
+        finished = json.loads((run / "finished.json").read_text())
+        record = report["record"]
+        for temperature in sorted({r["temperature"] for r in report["results"]}):
+            results = [r for r in report["results"] if r["temperature"] == temperature]
+            deep = max(results, key=lambda r: r["k"])
+            fast = max(results, key=lambda r: r["speedup"]["value"])
+            cells = [
+                run.name,
+                f"{record['drafter_parameters'] / 1e6:.1f} M",
+                f"{finished['seconds'] / 60:.1f} min, {finished['answer_tokens'] / 1e3:.0f} k tokens",
+                f"{temperature:g}",
+                interval(deep["tokens_per_round"]),
+                " ".join(f"{a:.2f}" for a in deep["cond_accept"] if a is not None),
+                str(fast["k"]),
+                f"{fast['plain_tokens_per_second']:.1f}",
+                f"{fast['tokens_per_second']:.1f}",
+                interval(fast["speedup"]),
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    record = next(iter(reports.values()))["record"]
+    agreements = [r["agreement"] for report in reports.values() for r in report["results"]]
+    identical, total = sum(a["identical"] for a in agreements), sum(a["of"] for a in agreements)
+    worst = max(a["largest_margin"] for a in agreements)
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    lines += [
+        "",
+        f"Target {record['target']} ({record['target_parameters'] / 1e6:.0f} M parameters, {record['dtype']}), "
+        f"{record['num_prompts']} held-out prompts, {record['threads']} threads, {versions}. "
+        "tau: tokens per target pass; intervals: 95 %, bootstrap over prompts.",
+        f"Lossless: {identical} of {total} outputs identical to plain decoding; where {record['dtype']} rounding parts them, "
+        f"the two tokens' scores differ by at most {worst:.2g}.",
+    ]
+    return "\n".join(lines)
+
+
+def interval(value: dict[str, float]) -> str:
+    return f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What the command prints: the evaluation table and the coloured stream."""
+
+import sys
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+GREEN, RESET = "\033[32m", "\033[0m"
+
+
+def eval_table(report: dict[str, Any]) -> str:
+    """One row per temperature and K, then the categories, then the evidence of losslessness."""
+    record, results = report["record"], report["results"]
+    header = (
+        "T",
+        "K",
+        "tau [95 % interval]",
+        "accepted given the one before",
+        "plain",
+        "spec.",
+        "speed-up [95 %]",
+        "pred.",
+    )
+    rows: list[tuple[str, ...]] = [header]
+    for r in results:
+        tau = r["tokens_per_round"]
+        row = [f"{r['temperature']:g}", str(r["k"]), f"{tau['value']:.2f} [{tau['low']:.2f}, {tau['high']:.2f}]"]
+        row.append(" ".join("-" if a is None else f"{a:.2f}" for a in r["cond_accept"]))
+        if "speedup" in r:
+            s = r["speedup"]
+            row += [f"{r['plain_tokens_per_second']:.1f}", f"{r['tokens_per_second']:.1f}"]
+            row += [f"{s['value']:.2f} [{s['low']:.2f}, {s['high']:.2f}]", f"{r['speedup_predicted']:.2f}"]
+        rows.append(tuple(row + ["-"] * (len(header) - len(row))))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "-" * len(lines[0]))
+    first = f"{record['drafter']} ({record['drafter_parameters'] / 1e6:.1f} M parameters) for {record['target']}"
+    out = [f"{first}, {record['dtype']}, {record['num_prompts']} prompts", "", *lines, ""]
+    for r in results:
+        categories = ", ".join(f"{name} {value['value']:.2f}" for name, value in r["categories"].items())
+        out.append(f"T = {r['temperature']:g}, K = {r['k']}, tau by category: {categories}")
+    out.append("")
+    for r in results:
+        flag = "lossless" if r["lossless"] else "LOSSY"
+        line = f"T = {r['temperature']:g}, K = {r['k']}: rule {r['rule']} ({flag})"
+        if "agreement" in r:
+            a = r["agreement"]
+            line += f"; {a['identical']} of {a['of']} outputs identical to plain decoding"
+            if a["divergences"]:
+                line += f", largest margin at a divergence {a['largest_margin']:.2g} ({record['dtype']})"
+        out.append(line)
+    return "\n".join(out)
+
+
+class Stream:
+    """Prints text as it comes; tokens that the drafter guessed are green on a terminal."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.colour = sys.stdout.isatty()
+        self.ids: list[int] = []
+        self.shown = 0
+
+    def add(self, tokens: list[int], drafted: int) -> None:
+        for number, token in enumerate(tokens):
+            self.ids.append(token)
+            text = str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+            if text.endswith("\ufffd"):  # a character that needs the next token too
+                continue
+            new, self.shown = text[self.shown :], len(text)
+            green = self.colour and number < drafted
+            sys.stdout.write(f"{GREEN}{new}{RESET}" if green else new)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        print()

@@ -1,0 +1,147 @@
+"""Toy targets and drafters: every real code path at a size that runs in milliseconds.
+
+Families are built from their Hugging Face config with random weights; one Llama with a trained-in tokenizer and chat template is
+saved to disk for what has to go through files and processes.
+"""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith import drafters
+from draftsmith.drafters.base import TrainableDrafter
+from draftsmith.inference.target import Target
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no forked-process warning from data workers
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2")
+VOCAB, WIDTH, LAYERS = 64, 32, 4
+KIND_SETTINGS: dict[str, dict[str, Any]] = {
+    "eagle3": {"layers": [1, 2, 3], "draft_vocab_size": 48},
+    "medusa": {"num_heads": 5, "draft_vocab_size": 48},
+}
+"""Toy settings of kinds whose defaults do not fit a target of four layers; other kinds use their defaults."""
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> torch.nn.Module:
+    """A random causal LM of a family; large initial weights make its laws uneven and its top choices clear."""
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    special: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "qwen2": {},
+        "qwen3": {"head_dim": 16},
+        "mistral": {"sliding_window": 8},
+        "gemma": {"head_dim": 16},
+        "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
+    }
+    if family == "gpt2":
+        common = {
+            "vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 256,
+            "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2,
+        }  # fmt: skip
+    config = transformers.AutoConfig.for_model(family, **{**common, **special.get(family, {}), **changes})
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def make_target(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Target:
+    return Target(make_model(family, dtype, seed, **changes), None, f"toy {family}")
+
+
+def make_drafter(kind: str, target: Target, seed: int = 1, noise: float = 0.0, **changes: Any) -> TrainableDrafter:
+    """An untrained drafter of a kind for a toy target, in the target's dtype."""
+    torch.manual_seed(seed)
+    settings = {**KIND_SETTINGS.get(kind, {}), **changes}
+    drafter = drafters.build(kind, settings, target.shape)
+    drafter.initialise(target, torch.ones(target.shape.vocab_size, dtype=torch.int64))
+    drafter.to(target.dtype)
+    return drafter.eval()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of 320 ids with ChatML, without any download."""
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<pad>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog", "hello there, how are you today?"], trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<pad>", chat_template=CHATML, model_max_length=256
+    )
+
+
+@pytest.fixture(scope="session")
+def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder (fp32 Llama, tokenizer with ChatML) as `from_pretrained` reads it."""
+    folder = tmp_path_factory.mktemp("toy") / "target"
+    make_model("llama", vocab_size=320).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+SMOLLM2 = Path(os.environ.get("DRAFTSMITH_SMOLLM2", Path(__file__).parents[1] / ".cache" / "smollm2"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of the real target; scripts/test.sh puts it there."""
+    if not (SMOLLM2 / "config.json").exists():
+        pytest.fail(
+            f"{SMOLLM2} is missing; run scripts/test.sh once, or python -m draftsmith.scripts.smollm2 {SMOLLM2}"
+        )
+    return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def toy() -> SimpleNamespace:
+    """The functions and constants above, for tests to call: test files cannot import this one."""
+    return SimpleNamespace(
+        FAMILIES=FAMILIES,
+        VOCAB=VOCAB,
+        WIDTH=WIDTH,
+        LAYERS=LAYERS,
+        KIND_SETTINGS=KIND_SETTINGS,
+        make_model=make_model,
+        make_target=make_target,
+        make_drafter=make_drafter,
+        make_tokenizer=make_tokenizer,
+    )
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Every family in turn, for tests that ask for it."""
+    name: str = request.param
+    return name

@@ -1,0 +1,146 @@
+"""Drafters whose behaviour is known beforehand, and small tools to look into caches and laws."""
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.drafters import tree
+from draftsmith.drafters.base import Drafter, Pick, Proposal, TargetHead
+from draftsmith.inference.cache import KVCache
+from draftsmith.inference.target import Target
+
+
+@dataclasses.dataclass
+class Place:
+    """State of the stubs: which original batch rows are left, how many tokens each has read, and its newest token."""
+
+    rows: list[int]
+    lengths: list[int]
+    root_B: Tensor
+
+
+class Stub(Drafter):
+    """Bookkeeping that the stubs share; it holds no weights and asks for no features."""
+
+    def bind(self, target: TargetHead) -> None:
+        self.vocab_size = target.shape.vocab_size
+
+    def init(self, batch: int, capacity: int) -> Place:
+        return Place(list(range(batch)), [0] * batch, torch.zeros(batch, dtype=torch.int64))
+
+    def observe(self, state: Place, ids_BC: Tensor, features_BCF: Tensor, next_B: Tensor, counts: list[int]) -> Place:
+        return Place(state.rows, [a + b for a, b in zip(state.lengths, counts, strict=True)], next_B)
+
+    def select(self, state: Place, rows_B: Tensor) -> Place:
+        rows = rows_B.tolist()
+        return Place([state.rows[i] for i in rows], [state.lengths[i] for i in rows], state.root_B[rows_B])
+
+
+class Scripted(Stub):
+    """Knows every row's text and drafts it as a chain or a tree, with the true token where it is told to put it.
+
+    Args:
+        texts: prompt and continuation of each row.
+        place: (row, position, number of siblings) -> which sibling carries the true token; the number itself means none.
+        parents: shape of the tree; None means a chain of the asked depth.
+    """
+
+    def __init__(
+        self, texts: list[list[int]], place: Callable[[int, int, int], int], parents: tuple[int, ...] | None = None
+    ) -> None:
+        self.texts, self.place, self.parents = texts, place, parents
+
+    def observe(self, state: Place, ids_BC: Tensor, features_BCF: Tensor, next_B: Tensor, counts: list[int]) -> Place:
+        for index, (row, length, count) in enumerate(zip(state.rows, state.lengths, counts, strict=True)):
+            text = self.texts[row]
+            seen = [*ids_BC[index, :count].tolist(), int(next_B[index])]
+            if count and length + count < len(text):  # what is observed is what was committed, in order
+                assert seen == text[length : length + count + 1]
+        return super().observe(state, ids_BC, features_BCF, next_B, counts)
+
+    def propose(self, state: Place, depth: int, pick: Pick) -> Proposal:
+        parents = tree.chain(depth) if self.parents is None else self.parents
+        depths = tree.depths(parents)[1:]
+        tokens_BN = torch.zeros(len(state.rows), len(parents), dtype=torch.int64)
+        for index, (row, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
+            for node, parent in enumerate(parents):
+                position = length + depths[node]
+                siblings = [n for n, p in enumerate(parents) if p == parent]
+                true = self.texts[row][position] if position < len(self.texts[row]) else 0
+                chosen, rank = self.place(row, position, len(siblings)), siblings.index(node)
+                tokens_BN[index, node] = true if chosen == rank else (true + 1 + rank) % self.vocab_size
+        return Proposal(tokens_BN, parents)
+
+
+class Constant(Stub):
+    """Always drafts the same token."""
+
+    def propose(self, state: Place, depth: int, pick: Pick) -> Proposal:
+        return Proposal(torch.full((len(state.rows), depth), 7), tree.chain(depth))
+
+
+class Random(Stub):
+    """Drafts anything."""
+
+    def propose(self, state: Place, depth: int, pick: Pick) -> Proposal:
+        return Proposal(torch.randint(0, self.vocab_size, (len(state.rows), depth)), tree.chain(depth))
+
+
+class Table(Stub):
+    """A bigram draft model: logits_VW[last token], over the target ids `token_ids_W` (None: all of them)."""
+
+    def __init__(self, logits_VW: Tensor, token_ids_W: Tensor | None = None) -> None:
+        self.logits_VW, self.token_ids_W = logits_VW, token_ids_W
+
+    def propose(self, state: Place, depth: int, pick: Pick) -> Proposal:
+        token_B, tokens, probs = state.root_B, [], []
+        for step in range(depth):
+            token_B, probs_BV = pick(self.logits_VW[token_B], step, self.token_ids_W)
+            tokens.append(token_B)
+            if probs_BV is not None:
+                probs.append(probs_BV)
+        return Proposal(torch.stack(tokens, 1), tree.chain(depth), torch.stack(probs, 1) if probs else None)
+
+
+def prefill(target: Target, ids: list[int], layers: tuple[Any, ...] = ()) -> tuple[KVCache, Any]:
+    """A new cache that has read `ids` in one pass, and the target's output."""
+    cache = target.new_cache(1, len(ids))
+    out = target.forward(torch.tensor([ids]), cache, layers)
+    cache.commit([len(ids)])
+    return cache, out
+
+
+def chi_square_p_value(counts: Tensor, probs: Tensor, min_expected: float = 20.0) -> float:
+    """Chance of counts at least this far from `probs`; cells with a small expectation are pooled into one."""
+    counts, probs = counts.double().flatten(), probs.double().flatten()
+    expected = probs * counts.sum()
+    if bool((counts[probs == 0] > 0).any()):
+        return 0.0
+    big = expected >= min_expected
+    pooled_counts = torch.cat([counts[big], counts[~big].sum()[None]])
+    pooled_expected = torch.cat([expected[big], expected[~big].sum()[None]])
+    kept = pooled_expected >= min_expected
+    pooled_counts, pooled_expected = pooled_counts[kept], pooled_expected[kept]
+    statistic = ((pooled_counts - pooled_expected) ** 2 / pooled_expected).sum()
+    degrees = torch.tensor(len(pooled_counts) - 1, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees / 2, statistic / 2))
+
+
+def atol(family: str) -> float:
+    """How exact an fp64 toy of a family is: Gemma 2's eager attention takes its softmax in fp32, whatever the dtype."""
+    return 1e-5 if family == "gemma2" else 1e-10
+
+
+@pytest.fixture(scope="session")
+def stubs() -> SimpleNamespace:
+    return SimpleNamespace(Scripted=Scripted, Constant=Constant, Random=Random, Table=Table)
+
+
+@pytest.fixture(scope="session")
+def tools() -> SimpleNamespace:
+    return SimpleNamespace(prefill=prefill, atol=atol, chi_square_p_value=chi_square_p_value)

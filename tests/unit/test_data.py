@@ -1,0 +1,149 @@
+"""From conversation files to batches: what is kept, what is cut, and which sequences make which batch."""
+
+import collections
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.train.data import Sequence, count_answer_tokens, load_sequences, plan_epoch
+
+
+def conversations(path: Path, answers: list[str], **changes: Any) -> str:
+    records = [
+        {"id": f"c{i}", "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}], **changes}
+        for i, answer in enumerate(answers)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def load(file: str | list[str], toy: SimpleNamespace, **changes: Any) -> list[Sequence]:
+    options = {"max_length": 256, "max_answer_tokens": None, "seed": 0, **changes}
+    return load_sequences([file] if isinstance(file, str) else file, toy.make_tokenizer(), **options)
+
+
+@pytest.fixture
+def words() -> list[str]:
+    return ["the quick brown fox " * n + "x" * n for n in range(1, 13)]
+
+
+def test_a_sequence_is_the_rendered_conversation_with_its_answer_supervised(
+    toy: SimpleNamespace, tmp_path: Path
+) -> None:
+    (sequence,) = load(conversations(tmp_path / "a", ["hi"]), toy)
+    tokenizer = toy.make_tokenizer()
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n"
+    assert sequence.ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    supervised = [token for token, mask in zip(sequence.ids, sequence.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(supervised) == "hi<|im_end|>"
+    assert sequence.num_answer_tokens == len(supervised)
+
+
+def test_files_follow_one_another_in_the_given_order(toy: SimpleNamespace, tmp_path: Path) -> None:
+    first, second = conversations(tmp_path / "a", ["one"]), conversations(tmp_path / "b", ["two", "three"])
+    both = load([first, second], toy)
+    assert both == load(first, toy) + load(second, toy) and len(both) == 3
+
+
+def test_long_conversations_are_cut_and_those_without_an_answer_left_are_dropped(
+    toy: SimpleNamespace, tmp_path: Path, words: list[str]
+) -> None:
+    file = conversations(tmp_path / "a", words)
+    whole, cut = load(file, toy), load(file, toy, max_length=30)
+    assert [(s.ids, s.loss_mask) for s in cut] == [(s.ids[:30], s.loss_mask[:30]) for s in whole]
+    first_answer_token = whole[0].loss_mask.index(True)
+    assert len(load(file, toy, max_length=first_answer_token + 1)) == len(words)
+    with pytest.raises(
+        ValueError, match=f"no supervised token within {first_answer_token} tokens; raise data.max_length"
+    ):
+        load(file, toy, max_length=first_answer_token)
+
+
+def test_a_truncated_answer_is_not_taught_to_end(toy: SimpleNamespace, tmp_path: Path) -> None:
+    (whole,) = load(conversations(tmp_path / "a", ["hi there"]), toy)
+    (cut,) = load(conversations(tmp_path / "b", ["hi there"], truncated=True), toy)
+    end = toy.make_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    assert [t for t, m in zip(whole.ids, whole.loss_mask, strict=True) if m][-1] == end
+    assert [t for t, m in zip(cut.ids, cut.loss_mask, strict=True) if m][-1] != end
+
+
+def test_a_token_limit_keeps_a_random_choice_that_just_reaches_it(
+    toy: SimpleNamespace, tmp_path: Path, words: list[str]
+) -> None:
+    file = conversations(tmp_path / "a", words)
+    whole = load(file, toy)
+    for limit in (1, 40, 100):
+        kept = load(file, toy, max_answer_tokens=limit)
+        totals = [s.num_answer_tokens for s in kept]
+        assert sum(totals) >= limit > sum(totals[:-1])  # without the last one it would be too little
+        assert all(s in whole for s in kept)
+        assert kept == load(file, toy, max_answer_tokens=limit)
+    assert load(file, toy, max_answer_tokens=100, seed=1) != load(file, toy, max_answer_tokens=100, seed=0)
+    everything = load(file, toy, max_answer_tokens=10**9)
+    assert sorted(s.ids for s in everything) == sorted(s.ids for s in whole)
+
+
+def test_a_broken_conversation_is_named_with_its_file_and_line(toy: SimpleNamespace, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    file = conversations(path, ["fine"])
+    path.write_text(path.read_text() + "{broken\n")
+    with pytest.raises(ValueError, match=f"{path}:2: broken JSON"):
+        load(file, toy)
+    prompts = tmp_path / "b"
+    prompts.write_text(json.dumps({"id": "p", "messages": [{"role": "user", "content": "hello"}]}) + "\n")
+    with pytest.raises(ValueError, match=f"{prompts}: conversation p: no assistant turn"):
+        load(str(prompts), toy)
+
+
+def test_answer_tokens_are_counted_by_hand() -> None:
+    sequences = [Sequence([4, 5, 5, 6], [False, True, True, True]), Sequence([5, 7], [True, False])]
+    assert count_answer_tokens(sequences, 9).tolist() == [0, 0, 0, 0, 0, 3, 1, 0, 0]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=150),
+    batch_size=st.integers(1, 9),
+    multiple=st.integers(1, 12),
+    epoch=st.integers(0, 5),
+)
+def test_an_epoch_holds_every_sequence_once_and_repeats_whole_batches_only_to_fill_up(
+    lengths: list[int], batch_size: int, multiple: int, epoch: int
+) -> None:
+    batches = plan_epoch(lengths, batch_size, multiple, 3, epoch)
+    needed = len(plan_epoch(lengths, batch_size, 1, 3, epoch))
+    assert len(batches) % multiple == 0 and len(batches) - needed < multiple
+    once = [index for batch in batches[:needed] for index in batch]
+    assert sorted(once) == list(range(len(lengths)))
+    assert all(batch in batches[:needed] for batch in batches[needed:])
+    assert max(collections.Counter(map(tuple, batches)).values()) <= -(-multiple // needed) + 1
+    assert all(1 <= len(batch) <= batch_size for batch in batches)
+    assert batches == plan_epoch(lengths, batch_size, multiple, 3, epoch)
+    assert len(batches) == len(
+        plan_epoch(lengths, batch_size, multiple, 3, epoch + 1)
+    )  # all epochs have equally many steps
+
+
+def test_epochs_and_seeds_order_the_batches_differently() -> None:
+    lengths = list(range(1, 61))
+    plans = [plan_epoch(lengths, 4, 1, seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)]
+    assert all(a != b for i, a in enumerate(plans) for b in plans[:i])
+    compositions = [
+        sorted(map(tuple, map(sorted, plan))) for plan in [plan_epoch([1] * 60, 4, 1, 0, e) for e in (0, 1)]
+    ]
+    assert compositions[0] != compositions[1]  # not only the order of the batches, also who shares one
+
+
+def test_batches_hold_sequences_of_similar_length() -> None:
+    generator = random.Random(0)
+    lengths = [generator.randint(10, 1000) for _ in range(512)]
+    batches = plan_epoch(lengths, 8, 1, 0, 0)
+    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    at_random = sum(8 * max(lengths[i : i + 8]) for i in range(0, 512, 8))
+    assert padded < 1.1 * sum(lengths) < 1.5 * sum(lengths) < at_random

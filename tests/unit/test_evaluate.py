@@ -1,0 +1,118 @@
+"""Evaluation end to end on a toy target with a tokenizer, and its agreement report on a planted divergence."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.inference import noise
+from draftsmith.inference.conversations import Conversation
+from draftsmith.inference.decode import Output, generate
+from draftsmith.inference.evaluate import Settings, agreement, evaluate, measure_acceptance, spread
+from draftsmith.inference.sampling import Sampler
+from draftsmith.inference.target import Target, load
+
+CONVERSATIONS = [
+    Conversation("a", ({"role": "user", "content": "hello there"},), "greeting"),
+    Conversation("b", ({"role": "user", "content": "the quick brown fox"}, {"role": "assistant", "content": "jumps"})),
+    Conversation("c", ({"role": "user", "content": "how are you today?"},), "greeting"),
+]
+
+
+@pytest.fixture(scope="module")
+def target(toy_folder: Path) -> Target:
+    return load(toy_folder)
+
+
+@pytest.fixture(scope="module")
+def report(toy: SimpleNamespace, target: Target) -> dict[str, Any]:
+    drafter = toy.make_drafter("eagle3", target, draft_vocab_size=200)
+    settings = Settings(depths=(2, 4), temperatures=(0.0, 1.0), max_new=8, batch_size=2, speed_prompts=2, seed=7)
+    return evaluate(target, drafter, CONVERSATIONS, settings, say=lambda line: None)
+
+
+def test_the_report_has_one_result_per_temperature_and_depth(report: dict[str, Any]) -> None:
+    assert [(r["temperature"], r["k"]) for r in report["results"]] == [(0.0, 2), (0.0, 4), (1.0, 2), (1.0, 4)]
+    for result in report["results"]:
+        for name in ("tokens_per_round", "speedup"):
+            interval = result[name]
+            assert set(interval) == {"value", "low", "high"}
+            assert 0 < interval["low"] <= interval["value"] <= interval["high"]
+        assert len(result["cond_accept"]) == len(result["uncond_accept"]) == result["k"]
+        assert 1 <= result["tokens_per_round"]["value"] <= result["k"] + 1
+        assert set(result["categories"]) == {"all", "greeting"}
+        assert set(result["round_cost"]) == {"draft", "verify", "other"}
+        assert min(result["round_cost"].values()) > 0
+        assert result["tokens_per_second"] > 0 and result["plain_tokens_per_second"] > 0
+        assert result["speedup_predicted"] > 0
+        assert result["rule"] == "coupled" and result["lossless"] is True
+
+
+def test_the_report_is_json(report: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(report))["results"][0]["k"] == 2
+
+
+def test_coupled_decoding_agrees_with_plain_decoding_in_the_report(report: dict[str, Any]) -> None:
+    for result in report["results"]:
+        assert result["agreement"] == {"identical": 3, "of": 3, "largest_margin": 0.0, "divergences": []}
+    hashes = [result["output_hash"] for result in report["results"]]
+    assert hashes[0] == hashes[1] != hashes[2] == hashes[3]  # by temperature, not by K
+
+
+def test_the_record_says_where_the_numbers_come_from(report: dict[str, Any], target: Target) -> None:
+    record = report["record"]
+    assert record["target_fingerprint"] == target.shape.fingerprint
+    assert record["drafter"] == "eagle3" and record["dtype"] == "float32" and record["device"] == "cpu"
+    assert record["num_prompts"] == 3 and record["settings"]["max_new"] == 8
+    assert record["drafter_bytes"] == 4 * record["drafter_parameters"] > 0
+    assert {"python", "torch", "transformers"} <= set(record["versions"])
+
+
+def test_the_ratio_rule_is_evaluated_without_an_agreement(toy: SimpleNamespace, target: Target) -> None:
+    drafter = toy.make_drafter("medusa", target, draft_vocab_size=None)
+    settings = Settings(depths=(2,), temperatures=(1.0,), rule="ratio", max_new=6, speed_prompts=0)
+    (result,) = evaluate(target, drafter, CONVERSATIONS, settings, say=lambda line: None)["results"]
+    assert "agreement" not in result and "speedup" not in result and result["lossless"] is True
+
+
+def test_answers_of_one_token_are_evaluated(toy: SimpleNamespace, target: Target) -> None:
+    """Nothing to measure is no error: with a budget of one token there is no round."""
+    drafter = toy.make_drafter("medusa", target)
+    settings = Settings(depths=(2,), max_new=1, speed_prompts=1)
+    (result,) = evaluate(target, drafter, CONVERSATIONS, settings, say=lambda line: None)["results"]
+    assert result["rounds"] == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_agreement_lists_a_planted_divergence_with_its_margin(toy: SimpleNamespace, temperature: float) -> None:
+    """The second output is changed at its fifth token; the margin is worked out again from the model's own logits."""
+    target = toy.make_target("llama", num_hidden_layers=2)
+    prompts, sampler, seed = [[5, 6, 7], [8, 9], [10]], Sampler(temperature), 30
+    plain = generate(target, prompts, max_new=8, sampler=sampler, seeds=[seed, seed + 1, seed + 2], stop_at_eos=False)
+    planted = [Output(list(output.ids)) for output in plain]
+    true, wrong = plain[1].ids[4], (plain[1].ids[4] + 1) % 64
+    planted[1].ids[4:] = [wrong] * 4
+    with torch.no_grad():
+        logits = target.model(torch.tensor([prompts[1] + plain[1].ids[:4]])).logits[0, -1]
+    g = noise.gumbel(torch.tensor([seed + 1]), torch.tensor([[6]]), torch.arange(64))[0, 0]
+    scores = logits if temperature == 0 else logits + g
+    result = agreement(target, prompts, plain, planted, sampler, seed)
+    assert result["identical"] == 2 and result["of"] == 3
+    assert [(d["prompt"], d["position"]) for d in result["divergences"]] == [(1, 4)]
+    assert result["largest_margin"] == pytest.approx(float(scores[true] - scores[wrong]), abs=1e-6)
+    assert result["largest_margin"] > 1e-3
+
+
+def test_acceptance_alone_is_capped_at_what_the_drafter_can_propose(toy: SimpleNamespace, target: Target) -> None:
+    drafter = toy.make_drafter("medusa", target)
+    result = measure_acceptance(target, drafter, [[5, 6], [7]], depth=9, temperature=0.0, max_new=6, batch_size=1)
+    assert len(result["cond_accept"]) == 5
+
+
+def test_prompts_are_spread_evenly() -> None:
+    assert spread(10, 5) == [0, 2, 4, 6, 8]
+    assert spread(3, 8) == [0, 1, 2]
+    assert spread(7, 1) == [0]

@@ -1,0 +1,248 @@
+"""The distillation loss against its plain definition, written out token by token in fp64, and against numbers worked by hand.
+
+Letters: J depths, B sequences, T positions, D width, V target vocabulary, W draft vocabulary.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.drafters import losses
+from draftsmith.drafters.base import TrainingBatch
+
+WIDTH, VOCAB = 6, 11
+KEPT_W = torch.tensor([0, 2, 3, 7, 10])
+
+
+class Head:
+    """A target that is a head alone; `cap` is Gemma's soft-capping."""
+
+    def __init__(self, weight_VD: Tensor, cap: float | None = None) -> None:
+        self.weight, self.cap = weight_VD, cap
+
+    def head_weight(self) -> Tensor:
+        return self.weight
+
+    def adjust_logits(self, logits: Tensor) -> Tensor:
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def logits(self, last: Tensor) -> Tensor:
+        return self.adjust_logits(last @ self.weight.T)
+
+
+def random_batch(head: Head, mask: list[list[bool]], seed: int = 0) -> TrainingBatch:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(mask), len(mask[0]))
+    last_BTD = torch.randn(*shape, WIDTH, dtype=torch.float64, generator=generator) * 2
+    logits_BTV = head.logits(last_BTD)
+    return TrainingBatch(
+        ids_BT=torch.randint(0, VOCAB, shape, generator=generator),
+        loss_mask_BT=torch.tensor(mask),
+        features_BTF=torch.zeros(*shape, 0),
+        last_BTD=last_BTD,
+        log_normaliser_BT=logits_BTV.logsumexp(-1),
+        argmax_BT=logits_BTV.argmax(-1),
+    )
+
+
+def plain_loss(
+    hidden: list[Tensor],
+    heads: list[Tensor],
+    batch: TrainingBatch,
+    head: Head,
+    kept: list[int],
+    decay: float,
+    hard: bool,
+) -> Tensor:
+    """The module's first line, one token at a time: token m + 1 is learned from start p = m - 1 - j."""
+    total = torch.zeros((), dtype=torch.float64)
+    for b, t in itertools.product(*map(range, batch.ids_BT.shape)):
+        if not batch.loss_mask_BT[b, t]:
+            continue
+        m = t - 1
+        for j in range(len(hidden)):
+            p = m - 1 - j
+            if p < 0:
+                continue
+            target_probs_V = torch.softmax(head.logits(batch.last_BTD[b, m]), -1)
+            if hard:
+                target_probs_V = torch.nn.functional.one_hot(target_probs_V.argmax(), VOCAB).double()
+            head_WD = heads[j] if len(heads) > 1 else heads[0]
+            draft_log_probs_W = torch.log_softmax(head_WD @ hidden[j][b, p], -1)
+            for w, v in enumerate(kept):
+                total = total - decay**j * target_probs_V[v] * draft_log_probs_W[w]
+    return total
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, 1000])
+def test_loss_and_gradients_equal_the_plain_definition(
+    monkeypatch: pytest.MonkeyPatch, cap: float | None, hard: bool, reduced: bool, num_heads: int, rows_per_chunk: int
+) -> None:
+    torch.manual_seed(1)
+    head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64), cap)
+    kept_W = KEPT_W if reduced else torch.arange(VOCAB)
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", rows_per_chunk * len(kept_W))
+    batch = random_batch(head, [[False, True, True, False, True, True, True], [True] * 3 + [False] * 4])
+    hidden = [torch.randn(2, 7, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    heads = [torch.randn(len(kept_W), WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(num_heads)]
+
+    parts = losses.distill(hidden, heads, batch, head, kept_W if reduced else None, 0.75, hard=hard)
+    got = torch.autograd.grad(3.0 * parts.sum, [*hidden, *heads])  # times 3: the incoming gradient is used
+    expected_sum = plain_loss(hidden, heads, batch, head, kept_W.tolist(), 0.75, hard)
+    expected = torch.autograd.grad(3.0 * expected_sum, [*hidden, *heads])
+
+    torch.testing.assert_close(parts.sum, expected_sum, rtol=1e-12, atol=1e-12)
+    for ours, plain in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    assert float(parts.count) == 5  # tokens 2, 4, 5, 6 of the first sequence and 2 of the second
+
+
+def test_loss_in_half_precision_heads_stays_close_to_the_plain_definition() -> None:
+    torch.manual_seed(1)
+    weight_VD = torch.randn(VOCAB, WIDTH).bfloat16()
+    head = Head(weight_VD.double())
+    batch = random_batch(head, [[False, False, True, True, True]])
+    batch = TrainingBatch(
+        batch.ids_BT,
+        batch.loss_mask_BT,
+        batch.features_BTF,
+        batch.last_BTD.bfloat16(),
+        head.logits(batch.last_BTD.bfloat16().double()).logsumexp(-1).float(),
+        batch.argmax_BT,
+    )
+    hidden = [torch.randn(1, 5, WIDTH, requires_grad=True)]
+    trained_WD = torch.randn(VOCAB, WIDTH, requires_grad=True)
+    parts = losses.distill(hidden, [trained_WD], batch, Head(weight_VD), None, 1.0)
+    wide = TrainingBatch(
+        batch.ids_BT,
+        batch.loss_mask_BT,
+        batch.features_BTF,
+        batch.last_BTD.double(),
+        batch.log_normaliser_BT,
+        batch.argmax_BT,
+    )
+    expected = plain_loss([hidden[0].double()], [trained_WD.double()], wide, head, list(range(VOCAB)), 1.0, False)
+    assert parts.sum.dtype == torch.float32
+    assert float(parts.sum.detach()) == pytest.approx(float(expected.detach()), rel=0.02)
+
+
+# Two turns, positions 0 to 6: prompt 0 and 1, answer 2, 3 and 4, prompt 5, answer 6.
+TWO_TURNS = [False, False, True, True, True, False, True]
+SUPERVISED_STARTS = {0: {0, 1, 2, 4}, 1: {0, 1, 3}, 2: {0, 2}}
+"""By hand: start p at depth j predicts token p + 2 + j, so depth 0 learns 2, 3, 4, 6 from 0, 1, 2, 4, and so on."""
+
+
+def test_supervised_positions_are_those_written_by_hand_for_two_turns() -> None:
+    torch.manual_seed(2)
+    head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64))
+    batch = random_batch(head, [TWO_TURNS])
+    hidden = [torch.randn(1, 7, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    parts = losses.distill(hidden, [torch.randn(VOCAB, WIDTH, dtype=torch.float64)], batch, head, None, 0.8)
+    parts.sum.backward()
+    touched = {j: {p for p in range(7) if h.grad[0, p].abs().sum() > 0} for j, h in enumerate(hidden)}
+    assert touched == SUPERVISED_STARTS
+    assert parts.metrics["supervised"].tolist() == [4, 3, 2]
+
+
+def hand_example(decay: float = 1.0) -> tuple[Any, TrainingBatch, list[Tensor], Tensor]:
+    """Four tokens; the head is the identity, so a hidden vector is its logits. The target says .7 for token 1, .1 else."""
+    law = torch.tensor([0.1, 0.7, 0.1, 0.1], dtype=torch.float64)
+    head = Head(torch.eye(4, dtype=torch.float64))
+    batch = TrainingBatch(
+        ids_BT=torch.ones(1, 7, dtype=torch.int64),
+        loss_mask_BT=torch.tensor([TWO_TURNS]),
+        features_BTF=torch.zeros(1, 7, 0),
+        last_BTD=law.log().expand(1, 7, 4),
+        log_normaliser_BT=torch.zeros(1, 7, dtype=torch.float64),
+        argmax_BT=torch.ones(1, 7, dtype=torch.int64),
+    )
+    right, wrong = torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])
+    hidden = [wrong.double().repeat(1, 7, 1) for _ in range(3)]
+    for j, p in [(0, 0), (0, 1), (0, 4), (1, 0), (1, 3), (2, 0), (2, 2)]:  # the starts at which the draft is right
+        hidden[j][0, p] = right.double()
+    return head, batch, hidden, torch.eye(4, dtype=torch.float64)
+
+
+def test_metrics_are_those_counted_by_hand() -> None:
+    head, batch, hidden, weight = hand_example()
+    metrics = losses.distill(hidden, [weight], batch, head, None, 1.0).metrics
+    assert metrics["correct"].tolist() == [3, 2, 2]
+    # Starts whose depths 0 to j are all supervised: {0, 1, 2, 4}, {0, 1}, {0}; of these still right: {0, 1, 4}, {0}, {0}.
+    assert metrics["starts"].tolist() == [4, 2, 1]
+    assert metrics["survived"].tolist() == [3, 1, 1]
+    assert losses.summarise(metrics)["predicted_tau"] == pytest.approx(1 + 3 / 4 + 1 / 2 + 1)
+    assert losses.summarise(metrics)["accuracy/1"] == pytest.approx(2 / 3)
+
+    likely, other = (
+        math.e / (math.e + 3),
+        1 / (math.e + 3),
+    )  # the draft's law: softmax of (1, 0, 0, 0), about .475 and .175
+    right = min(likely, 0.7) + 3 * min(other, 0.1)
+    wrong = min(likely, 0.1) + min(other, 0.7) + 2 * min(other, 0.1)
+    assert metrics["overlap"].tolist() == pytest.approx([3 * right + wrong, 2 * right + wrong, 2 * right])
+    entropy = {
+        True: -0.7 * math.log(likely) - 0.3 * math.log(other),
+        False: -0.1 * math.log(likely) - 0.9 * math.log(other),
+    }
+    expected = [3 * entropy[True] + entropy[False], 2 * entropy[True] + entropy[False], 2 * entropy[True]]
+    assert metrics["loss"].tolist() == pytest.approx(expected)
+
+
+def test_metrics_do_not_depend_on_the_order_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, batch, hidden, weight = hand_example()
+    before = losses.distill(hidden, [weight], batch, head, None, 1.0).metrics
+    plain = losses.supervised_rows
+    monkeypatch.setattr(losses, "supervised_rows", lambda batch: tuple(index.flip(0) for index in plain(batch)))
+    after = losses.distill(hidden, [weight], batch, head, None, 1.0).metrics
+    torch.testing.assert_close(after, before)
+
+
+def test_a_guess_in_a_reduced_vocabulary_is_right_only_if_the_map_leads_to_the_targets_token() -> None:
+    head = Head(torch.eye(4, dtype=torch.float64))
+    batch = hand_example()[1]
+    kept_W = torch.tensor([1, 3])
+    hidden = [
+        torch.tensor([2.0, 0.0], dtype=torch.float64).repeat(1, 7, 1)
+    ]  # draft id 0 is token 1, the target's choice
+    metrics = losses.distill(hidden, [torch.eye(2, dtype=torch.float64)], batch, head, kept_W, 1.0).metrics
+    assert metrics["correct"].tolist() == [4]
+    hidden = [torch.tensor([0.0, 2.0], dtype=torch.float64).repeat(1, 7, 1)]  # draft id 1 is token 3
+    metrics = losses.distill(hidden, [torch.eye(2, dtype=torch.float64)], batch, head, kept_W, 1.0).metrics
+    assert metrics["correct"].tolist() == [0]
+
+
+@pytest.mark.parametrize("mask", [[False] * 5, [True, True, False, False, False]])
+def test_a_batch_without_supervised_tokens_gives_a_zero_loss_that_still_backpropagates(mask: list[bool]) -> None:
+    head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64))
+    batch = random_batch(head, [mask])
+    hidden = [torch.randn(1, 5, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    weight = torch.randn(VOCAB, WIDTH, dtype=torch.float64, requires_grad=True)
+    parts = losses.distill(hidden, [weight], batch, head, None, 0.8)
+    parts.sum.backward()
+    assert float(parts.sum.detach()) == 0 and float(parts.count) == 0
+    assert all(torch.equal(t.grad, torch.zeros_like(t)) for t in [*hidden, weight])
+    assert all(math.isfinite(value) for value in losses.summarise(parts.metrics).values())
+
+
+def test_a_sequence_of_one_token_has_nothing_to_learn_and_does_not_fail() -> None:
+    head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64))
+    batch = random_batch(head, [[True]])
+    hidden = [torch.randn(1, 1, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    parts = losses.distill(hidden, [torch.randn(VOCAB, WIDTH, dtype=torch.float64)], batch, head, None, 0.8)
+    parts.sum.backward()
+    assert float(parts.sum.detach()) == 0 and float(parts.count) == 0
+
+
+def test_metric_sums_of_two_batches_summarise_like_one() -> None:
+    head, batch, hidden, weight = hand_example()
+    once = losses.distill(hidden, [weight], batch, head, None, 1.0).metrics
+    twice = {name: value + value for name, value in once.items()}
+    assert losses.summarise(twice) == pytest.approx(losses.summarise(once))

@@ -1,0 +1,86 @@
+"""Acceptance metrics on rounds counted by hand.
+
+Three prompts with K = 3; a round is (proposed, accepted, committed):
+    A: (3, 3, 4) (3, 0, 1) (3, 1, 2)
+    B: (3, 2, 3) (3, 3, 2)                the last round is cut by the budget: four tokens verified, two kept
+    C: no round, the first token was the end
+"""
+
+import math
+
+import pytest
+
+from draftsmith.inference import metrics
+from draftsmith.inference.decode import Output
+
+A = Output([1] * 8, True, [(3, 3, 4), (3, 0, 1), (3, 1, 2)])
+B = Output([1] * 6, False, [(3, 2, 3), (3, 3, 2)])
+C = Output([2], True, [])
+
+
+def test_acceptance_on_rounds_counted_by_hand() -> None:
+    result = metrics.acceptance([A, B, C])
+    assert result["rounds"] == 5
+    assert result["tokens"] == 15
+    assert result["tokens_per_round"]["value"] == pytest.approx(12 / 5)  # type: ignore[index]
+    assert result["acceptance_length_raw"] == pytest.approx((4 + 1 + 2 + 3 + 4) / 5)
+    assert result["draft_acceptance_rate"] == pytest.approx(9 / 15)
+    assert result["uncond_accept"] == pytest.approx([4 / 5, 3 / 5, 2 / 5])
+    assert result["cond_accept"] == pytest.approx([4 / 5, 3 / 4, 2 / 3])
+
+
+def test_the_raw_length_is_one_plus_the_sum_of_the_unconditional_rates() -> None:
+    result = metrics.acceptance([A, B, C])
+    assert result["acceptance_length_raw"] == pytest.approx(1 + sum(result["uncond_accept"]))  # type: ignore[arg-type]
+
+
+def test_a_round_that_proposed_less_is_not_counted_against_deeper_places() -> None:
+    """(1, 1, 2) never had a second place; of the two rounds that reached it one accepted it."""
+    result = metrics.acceptance([Output([1] * 8, False, [(1, 1, 2), (2, 2, 3), (2, 1, 2)])])
+    assert result["cond_accept"] == pytest.approx([1, 1 / 2])
+
+
+def test_pooling_is_over_rounds_not_over_prompts() -> None:
+    """vLLM #42508: 50 rounds of 1 token and 2 rounds of 4 are 58/52 tokens a round, not (1 + 4) / 2."""
+    long, short = Output([1] * 51, False, [(3, 0, 1)] * 50), Output([1] * 9, False, [(3, 3, 4)] * 2)
+    assert metrics.acceptance([long, short])["tokens_per_round"]["value"] == pytest.approx(58 / 52)  # type: ignore[index]
+
+
+def test_the_interval_holds_the_value_and_widens_with_the_prompts_differences() -> None:
+    outputs = [Output([1], False, [(3, i % 4, i % 4 + 1)] * 5) for i in range(40)]
+    even = [Output([1], False, [(3, i % 4, i % 4 + 1) for i in range(8)]) for _ in range(40)]
+    interval, narrow = (metrics.acceptance(o)["tokens_per_round"] for o in (outputs, even))
+    assert interval["low"] < interval["value"] == 2.5 < interval["high"]  # type: ignore[index]
+    # Standard error of the mean of 40 prompts, each 1, 2, 3 or 4 alike: sqrt(1.25 / 40); two-sided 95 % is 2 * 1.96 of it.
+    width = interval["high"] - interval["low"]  # type: ignore[index]
+    assert width == pytest.approx(2 * 1.96 * math.sqrt(1.25 / 40), rel=0.1)
+    assert narrow == {"value": 2.5, "low": 2.5, "high": 2.5}
+
+
+def test_the_interval_is_the_same_each_time() -> None:
+    assert metrics.acceptance([A, B, C]) == metrics.acceptance([A, B, C])
+
+
+@pytest.mark.parametrize("outputs", [[], [C], [C, C]], ids=["no prompt", "one token", "one token each"])
+def test_without_rounds_there_is_no_rate_and_no_error(outputs: list[Output]) -> None:
+    """JSON has no NaN: what is undefined is None, and tokens per round are 1, as in plain decoding."""
+    result = metrics.acceptance(outputs)
+    assert result["rounds"] == 0 and result["cond_accept"] == []
+    assert result["acceptance_length_raw"] is None and result["draft_acceptance_rate"] is None
+    assert result["tokens_per_round"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+
+
+def test_a_depth_that_was_never_reached_has_no_conditional_rate() -> None:
+    result = metrics.acceptance([Output([1] * 3, False, [(2, 0, 1), (2, 0, 1)])])
+    assert result["cond_accept"] == [0.0, None] and result["uncond_accept"] == [0.0, 0.0]
+
+
+def test_plain_decoding_has_one_token_a_round_and_no_acceptance() -> None:
+    result = metrics.acceptance([Output([1] * 4, False, [(0, 0, 1)] * 3)])
+    assert result["tokens_per_round"]["value"] == 1  # type: ignore[index]
+    assert result["cond_accept"] == [] and result["draft_acceptance_rate"] is None
+
+
+def test_every_number_has_its_definition() -> None:
+    reported = metrics.acceptance([A]).keys() - {"rounds", "tokens"}
+    assert reported <= metrics.DEFINITIONS.keys()

@@ -1,0 +1,1 @@
+"""Training: config, data, features, the one accelerate loop, checkpoints."""

@@ -1,0 +1,227 @@
+"""A training run is one YAML: these dataclasses are its sections, and each field's docstring is its documentation.
+
+`read` refuses unknown keys, wrong types and impossible values, with the nearest valid name, before any model is loaded.
+`key=value` overrides use dotted names: `optim.learning_rate=3e-4`.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from draftsmith.configs import locate
+from draftsmith.drafters import kind_module
+from draftsmith.drafters.base import Shape
+from draftsmith.drafters.settings import parse
+from draftsmith.inference.sampling import Sampler
+
+Precision = Literal["auto", "bfloat16", "float32"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TargetConfig:
+    path: str
+    """A model folder, a hub id or a .gguf file."""
+    revision: str | None = None
+    """Of a hub id."""
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    """Type of the frozen target's weights and activations."""
+    trust_remote_code: bool = False
+    """Run modelling code that comes with the checkpoint."""
+    shape: Shape | None = None
+    """The target's sizes, so that the drafter can be built and priced without the target; checked against it when it is loaded."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    train: tuple[str, ...]
+    """JSONL files of conversations whose answers come from the target (see `draftsmith data`)."""
+    max_length: int = 2048
+    """Longer conversations are cut."""
+    max_answer_tokens: int | None = None
+    """Train on so many supervised tokens only, a random choice of conversations; for scaling studies."""
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            raise ValueError("train is empty; give at least one file")
+        if self.max_length < 8:
+            raise ValueError(f"max_length is {self.max_length}; give 8 or more")
+        if self.max_answer_tokens is not None and self.max_answer_tokens < 1:
+            raise ValueError(f"max_answer_tokens is {self.max_answer_tokens}; give 1 or more, or leave it out")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FeaturesConfig:
+    store: Literal["memory", "disk", "online"] = "online"
+    """memory and disk: the target runs once over the data; online: it runs in every step and nothing is kept."""
+    folder: str | None = None
+    """Where a disk store lives; `draftsmith cache` fills it ahead of time."""
+    capture_batch: int = 16
+    """Conversations per target forward when a store is filled."""
+
+    def __post_init__(self) -> None:
+        if (self.store == "disk") != (self.folder is not None):
+            raise ValueError("folder belongs to store: disk, and that store needs one")
+        if self.capture_batch < 1:
+            raise ValueError(f"capture_batch is {self.capture_batch}; give 1 or more")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    learning_rate: float = 3e-4
+    """Peak of the schedule."""
+    betas: tuple[float, ...] = (0.9, 0.95)
+    """AdamW's."""
+    weight_decay: float = 0.0
+    """AdamW's, on matrices only."""
+    warmup: float = 0.04
+    """Share of the steps with a rising learning rate."""
+    final: float = 0.1
+    """Learning rate at the end of the cosine, as a share of the peak."""
+    clip_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.learning_rate < math.inf or not self.clip_norm > 0:
+            raise ValueError("learning_rate and clip_norm must be above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay is {self.weight_decay}; give 0 or more")
+        if not 0 <= self.warmup < 1 or not 0 <= self.final <= 1:
+            raise ValueError("warmup must be in [0, 1) and final in [0, 1]")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas is {list(self.betas)}; give two numbers in [0, 1)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    epochs: int = 1
+    """Passes over the data."""
+    batch_size: int = 8
+    """Conversations per process and micro-batch."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step."""
+    precision: Precision = "auto"
+    """Of the drafter's training arithmetic; auto is bfloat16 autocast where the hardware has it."""
+    log_every: int = 10
+    """Optimizer steps between two lines of metrics."""
+    checkpoint_every: int = 500
+    """Optimizer steps between two resumable checkpoints."""
+    keep_checkpoints: int = 2
+    """Older ones are deleted."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "accumulation", "log_every", "checkpoint_every", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    prompts: str
+    """Held-out prompts (JSONL) for the real acceptance that is measured during training."""
+    every: int = 500
+    """Optimizer steps between two measurements; the last step is always measured."""
+    num_prompts: int = 32
+    """How many of them, evenly spread over the file."""
+    max_new: int = 64
+    """Tokens per answer."""
+    depth: int = 5
+    """K, drafted tokens per round (a drafter that cannot go so deep drafts as far as it can)."""
+    temperature: float = 0.0
+    """Of target and draft."""
+    batch_size: int = 32
+    """Prompts decoded together."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "num_prompts", "depth", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
+        if self.max_new < 2:  # the first token comes from the prefill: one token has no round to measure
+            raise ValueError(f"max_new is {self.max_new}; give 2 or more")
+        Sampler(self.temperature)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingConfig:
+    tracker: Literal["wandb", "tensorboard", "none"] = "wandb"
+    """Besides metrics.jsonl, which is always written. W&B runs offline where no key is set."""
+    project: str = "draftsmith"
+    """W&B project."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    output: str
+    """The run folder."""
+    seed: int = 0
+    """Of initial weights and data order."""
+    target: TargetConfig
+    drafter: dict[str, Any]
+    """`kind`, and the fields of that kind's Config."""
+    data: DataConfig
+    features: FeaturesConfig = dataclasses.field(default_factory=FeaturesConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    loop: LoopConfig = dataclasses.field(default_factory=LoopConfig)
+    eval: EvalConfig
+    tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        if "kind" not in self.drafter:
+            raise ValueError("drafter has no kind; give for example kind: eagle3")
+        parse(kind_module(self.kind).Config, self.drafter_settings, "drafter")
+
+    @property
+    def kind(self) -> str:
+        return str(self.drafter["kind"])
+
+    @property
+    def drafter_settings(self) -> dict[str, Any]:
+        return {name: value for name, value in self.drafter.items() if name != "kind"}
+
+
+def read(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> RunConfig:
+    """Reads a YAML run config and applies `key=value` overrides; ValueError says what to change."""
+    path = locate(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"config {path} cannot be read ({error.strerror}); give the path of a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text; give the path of a YAML file") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no settings; see configs/ for complete examples")
+    for override in overrides:
+        _apply(values, override)
+    return parse(RunConfig, values, str(path))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The complete, resolved config; reading it back gives the same run."""
+    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    if not separator or not name:
+        raise ValueError(f"override {override!r} is not of the form key=value, for example optim.learning_rate=3e-4")
+    *sections, last = name.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"override {override!r}: {section!r} is a value, not a section")
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {override!r}: the value is not valid YAML") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
