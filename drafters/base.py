@@ -173,6 +173,8 @@ class TrainableDrafter(nn.Module, Drafter):
     shape: Shape
     training_depth: int
     """Number of draft positions that training supervises."""
+    target: Any = None
+    """The target that `bind` gave (a `TargetHead`)."""
 
     @abc.abstractmethod
     def initialise(self, target: TargetHead, token_counts_V: Tensor) -> None:

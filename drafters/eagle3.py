@@ -148,6 +148,8 @@ class Model(TrainableDrafter):
         self.register_buffer("t2d", torch.ones(shape.vocab_size, dtype=torch.bool))
 
     def bind(self, target: TargetHead) -> None:
+        if target is self.target:
+            return
         self.check_target(target.shape)
         self.target = target
 

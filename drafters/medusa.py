@@ -76,6 +76,8 @@ class Model(TrainableDrafter):
         self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
 
     def bind(self, target: TargetHead) -> None:
+        if target is self.target:
+            return
         self.check_target(target.shape)
         self.target = target
         if not self.config.own_head:

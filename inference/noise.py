@@ -1,10 +1,11 @@
 """Keyed noise: random numbers that are a pure function of (seed, absolute position, token), on any device and in any batch.
 
-A counter-based hash. Seed, stream and position are mixed by SplitMix64's finaliser (Steele, Lea and Flood 2014) into a key of two
-32-bit words, the token id into one; key and token then go through a 32-bit finaliser, the second key word entering half way
-(multipliers and shifts: Wellons' hash-prospector, lowbias32). The wide mixing happens once per position and once per token, so a draw
-costs a few 32-bit operations. The same seed gives the same noise with or without speculation, whatever the batch, which is
-what coupled sampling rests on (`verify.coupled`). Different streams of the same seed are independent.
+A counter-based hash. SplitMix64's finaliser (Steele, Lea and Flood 2014) makes two 32-bit words of seed, stream and position,
+and two of the token id (with one, some tokens of a large vocabulary would share their noise everywhere). The first words go
+through three rounds of a 32-bit finaliser, the second ones entering after the first round (multipliers: Wellons' hash-prospector).
+The wide mixing happens once per position and once per token, so a draw costs a few 32-bit operations. The same seed gives the same
+noise with or without speculation, whatever the batch, which is what coupled sampling rests on (`verify.coupled`). Different streams
+of the same seed are independent.
 
 Letters: B sequences, R positions, V tokens.
 """
@@ -41,12 +42,13 @@ def coins(seeds_B: Tensor, positions_BR: Tensor, stream: int) -> Tensor:
 def _draw(seeds_B: Tensor, positions_BR: Tensor, token_ids_V: Tensor, stream: int, to_gumbel: bool) -> Tensor:
     key_BR = _mix64(_mix64(seeds_B[:, None] + torch.tensor(stream + 1) * _GOLDEN) + positions_BR * _GOLDEN)
     key_n1 = key_BR.reshape(-1, 1)
-    token_V = _low32(_mix64(token_ids_V * _GOLDEN))
+    token64_V = _mix64(token_ids_V * _GOLDEN)
+    token_V, other_V = _low32(token64_V), _low32(token64_V >> 32)
     out_nV = torch.empty(len(key_n1), len(token_V), dtype=torch.float32, device=token_V.device)
     rows = max(1, CACHED_ELEMENTS // len(token_V)) if token_V.device.type == "cpu" else len(key_n1)
     for begin in range(0, len(key_n1), max(1, rows)):
         chunk_c1 = key_n1[begin : begin + rows]
-        bits_cV = _mix32(token_V ^ _low32(chunk_c1), _low32(chunk_c1 >> 32))
+        bits_cV = _mix32(token_V ^ _low32(chunk_c1), other_V + _low32(chunk_c1 >> 32))
         out_cV = out_nV[begin : begin + rows]
         # 31 bits: positive integers convert to fp32 without losing the small ones. The clamp keeps 1 itself out.
         out_cV.copy_(bits_cV.bitwise_and_(0x7FFFFFFF)).add_(0.5).mul_(2.0**-31).clamp_max_(1 - 2.0**-24)
@@ -66,10 +68,12 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def _mix32(x: Tensor, key: Tensor) -> Tensor:
-    """lowbias32 with `key` added between its two products; int32, products wrap."""
+    """Three products with `key` added behind the first; int32, products wrap. With two products, ids whose words differ in one or
+    two bits would get noise that depends on each other's."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = ((x ^ ((x >> 15) & 0x1FFFF)) + key) * (0x846CA68B - (1 << 32))
-    return x ^ ((x >> 16) & 0xFFFF)
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x31848BAB
+    return x ^ ((x >> 15) & 0x1FFFF)
 
 
 def _low32(x: Tensor) -> Tensor:

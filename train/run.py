@@ -99,7 +99,8 @@ def train(config: RunConfig) -> Path:
                 accelerator.backward(
                     parts.sum * accelerator.num_processes / global_count
                 )  # DDP averages over processes
-            window.add(parts.metrics, supervised_tokens=float(parts.count))
+            window.add(parts.metrics)
+        window.tokens += supervised
         norm = accelerator.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
         rate = learning_rate(step, num_steps, config.optim)
         for group in optimizer.param_groups:
@@ -279,10 +280,9 @@ class Window:
         self.tokens = 0.0
         self.start = time.perf_counter()
 
-    def add(self, metrics: dict[str, Tensor], *, supervised_tokens: float) -> None:
+    def add(self, metrics: dict[str, Tensor]) -> None:
         for name, value in metrics.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
-        self.tokens += supervised_tokens
 
     def pause(self) -> None:
         self.start -= time.perf_counter()
@@ -317,7 +317,7 @@ def main() -> None:
         sys.exit("usage: accelerate launch -m draftsmith.train.run CONFIG [key=value …]")
     try:
         train(read(sys.argv[1], sys.argv[2:]))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"draftsmith train: {error}", file=sys.stderr)
         sys.exit(2)
 

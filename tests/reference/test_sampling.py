@@ -9,7 +9,9 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from draftsmith.inference.sampling import Sampler
 
-SETTINGS = list(itertools.product((1e-4, 0.1, 0.7, 1.0, 1.3, 50.0), (None, 1, 3, 4, 40, 2000), (0.05, 0.6, 0.9, 1.0)))
+SETTINGS = list(
+    itertools.product((1e-4, 0.1, 0.7, 1.0, 1.3, 50.0), (None, 1, 3, 4, 40, 2000), (1e-30, 0.05, 0.6, 0.9, 1.0))
+)
 
 
 def reference(logits: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:

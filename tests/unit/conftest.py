@@ -54,10 +54,12 @@ class Scripted(Stub):
         self, texts: list[list[int]], place: Callable[[int, int, int], int], parents: tuple[int, ...] | None = None
     ) -> None:
         self.texts, self.place, self.parents = texts, place, parents
+        self.observed: list[tuple[int, int, Tensor]] = []  # row, first position, features from there on
 
     def observe(self, state: Place, ids_BC: Tensor, features_BCF: Tensor, next_B: Tensor, counts: list[int]) -> Place:
         for index, (row, length, count) in enumerate(zip(state.rows, state.lengths, counts, strict=True)):
             text = self.texts[row]
+            self.observed.append((row, length, features_BCF[index, :count]))
             seen = [*ids_BC[index, :count].tolist(), int(next_B[index])]
             if count and length + count < len(text):  # what is observed is what was committed, in order
                 assert seen == text[length : length + count + 1]

@@ -121,6 +121,7 @@ def test_after_every_round_the_target_s_cache_equals_a_fresh_pass(
     texts = [prompt + output.ids for prompt, output in zip(PROMPTS, plain, strict=True)]
     parents = PARENTS if shape == "tree" else None
     drafter = stubs.Scripted(texts, mostly_right, parents)
+    drafter.feature_layers = (1, "last")
     audited = Audited(target, tools, atol)
     outputs = generate(
         audited, PROMPTS, max_new=10, sampler=Sampler(), speculation=Speculation(drafter, 3), stop_at_eos=False
@@ -131,6 +132,11 @@ def test_after_every_round_the_target_s_cache_equals_a_fresh_pass(
     committed = [text[: len(prompt) + 9] for text, prompt in zip(texts, PROMPTS, strict=True)]
     for text in committed:  # by another way than the audit: the cache read what was emitted
         assert any(tokens[: len(text)] == text for tokens in audited.finished)
+    for row, begin, features in drafter.observed:  # what the drafter was shown belongs to the committed tokens too
+        expected = target.hidden(torch.tensor([texts[row]]), drafter.feature_layers)[0][
+            0, begin : begin + len(features)
+        ]
+        torch.testing.assert_close(features[: len(expected)], expected, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_output": True}, {"fc_norm": True}, {"draft_vocab_size": None}])

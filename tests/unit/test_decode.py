@@ -65,6 +65,7 @@ def check_rounds(outputs: list[Output]) -> None:
 # ---- the same tokens ----------------------------------------------------------------------------------------------
 
 _targets: dict[str, tuple[Any, list[Output]]] = {}
+_sampled: dict[tuple[str, Sampler], list[Output]] = {}
 
 
 @pytest.fixture
@@ -81,9 +82,9 @@ def greedy(toy: SimpleNamespace, family: str) -> tuple[Any, list[Output]]:
 def test_greedy_tokens_are_those_of_plain_decoding(
     toy: SimpleNamespace, stubs: SimpleNamespace, greedy: tuple[Any, list[Output]], name: str, depth: int
 ) -> None:
-    """fp64, a batch of five ragged prompts and each of the first two alone."""
+    """fp64, a batch of five ragged prompts, and the prompt of one token alone."""
     target, plain = greedy
-    for rows in ([0, 1, 2, 3, 4], [0], [1]):
+    for rows in ([0, 1, 2, 3, 4], [1]):
         prompts = [PROMPTS[row] for row in rows]
         drafter = make(name, toy, stubs, target, [texts_of(plain, PROMPTS)[row] for row in rows])
         outputs = generate(
@@ -103,7 +104,10 @@ def test_the_same_seeds_give_the_same_tokens_at_any_temperature(
 ) -> None:
     """Keyed noise under the coupled rule: an equality of tokens, no statistics."""
     target, _ = greedy
-    plain = generate(target, PROMPTS, max_new=14, sampler=sampler, seeds=SEEDS, stop_at_eos=False)
+    key = (target.config.model_type, sampler)
+    if key not in _sampled:
+        _sampled[key] = generate(target, PROMPTS, max_new=14, sampler=sampler, seeds=SEEDS, stop_at_eos=False)
+    plain = _sampled[key]
     texts = texts_of(plain, PROMPTS)
     drafter = stubs.Scripted(texts, mostly_right, TREE) if name == "tree" else make(name, toy, stubs, target, texts)
     outputs = generate(
@@ -180,25 +184,36 @@ def bigram_target(toy: SimpleNamespace) -> tuple[Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rule, way", [("coupled", None), ("coupled", "argmax"), ("ratio", None), ("ratio", "argmax")])
-def test_a_row_s_tokens_do_not_depend_on_its_neighbours(toy: SimpleNamespace, rule: str, way: str | None) -> None:
+@pytest.mark.parametrize("name", ["eagle3", "table"])
+def test_a_row_s_tokens_do_not_depend_on_its_neighbours(
+    toy: SimpleNamespace, stubs: SimpleNamespace, name: str, rule: str, way: str | None
+) -> None:
     """Alone, in the batch, and in another order; rows end at different times and leave the batch."""
     target = toy.make_target("llama", num_hidden_layers=2)
-    drafter = toy.make_drafter("eagle3", target, layers=[1, 2])
+    with torch.no_grad():
+        for layer in target.model.model.layers:  # the less the context says, the more often a bigram draft is right
+            layer.self_attn.o_proj.weight *= 0.3
+            layer.mlp.down_proj.weight *= 0.3
+    table = target.forward(torch.arange(64)[:, None], target.new_cache(64, 1)).logits[:, 0]
+    drafter = stubs.Table(table) if name == "table" else toy.make_drafter("eagle3", target, layers=[1, 2])
 
     def run(rows: list[int]) -> list[Output]:
         return generate(
             target,
             [PROMPTS[row] for row in rows],
             max_new=25,
-            sampler=Sampler(1.5),
+            sampler=Sampler(0.8),
             speculation=Speculation(drafter, 3, rule, way),
             seeds=[SEEDS[row] for row in rows],
         )
 
-    target.eos_ids = (2, 11, 33)
+    target.eos_ids = ()
+    free = run([0, 1, 2, 3, 4])
+    target.eos_ids = (free[0].ids[6], free[3].ids[12])
     together = run([0, 1, 2, 3, 4])
     assert len({len(output.ids) for output in together}) > 2
-    assert {a for output in together for _, a, _ in output.rounds} >= {0, 1}
+    if name == "table":
+        assert {a for output in together for _, a, _ in output.rounds} >= {0, 1}
     for row, output in enumerate(together):
         alone = run([row])[0]
         assert (alone.ids, alone.rounds, alone.finished) == (output.ids, output.rounds, output.finished)

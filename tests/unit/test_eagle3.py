@@ -16,11 +16,12 @@ from draftsmith.drafters.base import Shape, TrainableDrafter
 from draftsmith.train.data import Sequence
 from draftsmith.train.features import FeatureStore
 
+NAMES = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
 OPTIONS = [
-    {name: True for name, value in zip(("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual"), values, strict=True) if value}
+    {name: True for name, value in zip(NAMES, values, strict=True) if value}
     for values in itertools.product([False, True], repeat=4)
-    if not (values[0] and values[1])
-]  # fmt: skip
+    if not (values[0] and values[1])  # these two exclude each other
+]
 IDS = [7, 3, 50, 21, 4, 33, 18, 60]
 
 
@@ -156,7 +157,9 @@ def test_drafting_feeds_the_head_what_training_did(
             next_B = torch.tensor([int(sequences[row, length]) for row, length in enumerate(lengths)])
             state = drafter.observe(state, ids_BC, features_BCF, next_B, counts)
 
-            def pick(logits_BW: Tensor, depth: int, token_ids_W: Tensor | None) -> tuple[Tensor, None]:
+            def pick(
+                logits_BW: Tensor, depth: int, token_ids_W: Tensor | None, lengths: list[int] = lengths
+            ) -> tuple[Tensor, None]:
                 nonlocal checked
                 for row, length in enumerate(lengths):
                     expected_W = expected_logits[depth][row, length - 1]

@@ -34,7 +34,8 @@ def prompts(tmp_path: Path) -> Path:
         for i in range(1, 8)
     ]  # fmt: skip
     records.append({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "an old answer"}]})
-    records.append({"conversations": [{"from": "human", "value": "b"}, {"from": "gpt", "value": "c"}, {"from": "human", "value": "d"}]})  # fmt: skip
+    turns = [{"from": "human", "value": "b"}, {"from": "gpt", "value": "c"}, {"from": "human", "value": "d"}]
+    records.append({"conversations": turns})
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 

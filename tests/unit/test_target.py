@@ -40,6 +40,25 @@ def test_every_tree_node_gets_the_logits_of_a_chain_along_its_own_path(
                 torch.testing.assert_close(got, expected, atol=tools.atol(family), rtol=0)
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_a_tree_deeper_than_the_sliding_window_forgets_its_own_first_nodes(
+    toy: SimpleNamespace, tools: SimpleNamespace, family: str
+) -> None:
+    """Window 3, tree depth 5: the distance along the path counts, not that of the slots."""
+    target = toy.make_target(family, sliding_window=3)
+    parents = (-1, -1, 0, 2, 3, 1, 4)
+    cache = target.new_cache(1, 16)
+    target.forward(torch.tensor([[5, 6, 7, 8]]), cache)
+    cache.commit([4])
+    new_BR = torch.arange(40, 48)[None]
+    depth_R = torch.tensor(tree.depths(parents))
+    out = target.forward(new_BR, cache, depth_R=depth_R, ancestors_RR=tree.ancestor_mask(parents))
+    for node, path in enumerate(tree.path_rows(parents)):
+        chain = [5, 6, 7, 8, *new_BR[0, path[: int(depth_R[node]) + 1]].tolist()]
+        alone = tools.prefill(target, chain)[1].logits[0, -1]
+        torch.testing.assert_close(out.logits[0, node], alone, atol=tools.atol(family), rtol=0)
+
+
 def test_ragged_decoding_with_the_cache_equals_one_pass_without(
     toy: SimpleNamespace, tools: SimpleNamespace, family: str
 ) -> None:
