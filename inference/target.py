@@ -51,6 +51,7 @@ class Target:
         self.name = name
         self.config: Any = model.config.get_text_config()
         _refuse_other_states(model, self.config, name)
+        _refuse_moving_rope(self.config, name)
         self.body: nn.Module = getattr(model, model.base_model_prefix)
         self.layers = _decoder_layers(self.body, self.config.num_hidden_layers)
         parameters = inspect.signature(self.body.forward).parameters
@@ -323,6 +324,16 @@ def _refuse_other_states(model: nn.Module, config: Any, name: str) -> None:
         raise ValueError(
             f"{name} is a {config.model_type!r} model whose layers ({', '.join(sorted(others)) or 'recurrent'}) keep a state "
             "that cannot be rolled back, so rejected drafts could not be taken back; use a target with plain attention"
+        )
+
+
+def _refuse_moving_rope(config: Any, name: str) -> None:
+    """ValueError if rotary frequencies depend on the longest row of a call: neighbours and drafts would change a row."""
+    rope = _setting(config, "rope_parameters") or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise ValueError(
+            f"{name} has rotary positions of type {rope['rope_type']!r}, which change with the length of the batch, so "
+            "speculative decoding would not be exact; use a target with fixed rotary frequencies"
         )
 
 

@@ -70,8 +70,12 @@ class FeaturesConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
+    name: Literal["muon", "adamw"] = "adamw"
+    """muon: Muon for the matrices between embedding and head, AdamW for the rest; adamw: AdamW for everything."""
     learning_rate: float = 3e-4
-    """Peak of the schedule."""
+    """Peak of the schedule, of AdamW."""
+    muon_learning_rate: float = 3e-3
+    """Peak of Muon's, scaled to match AdamW's update size (Liu et al. 2025, arXiv 2502.16982)."""
     betas: tuple[float, ...] = (0.9, 0.95)
     """AdamW's."""
     weight_decay: float = 0.0

@@ -21,6 +21,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 
 from draftsmith import drafters
+from draftsmith.configs import locate
 from draftsmith.drafters.base import TrainableDrafter
 from draftsmith.drafters.losses import summarise
 from draftsmith.drafters.vocabulary import coverage
@@ -43,7 +44,10 @@ def train(config: RunConfig) -> Path:
         say(accelerator, f"{folder} is finished; delete it or give another output to train again")
         return folder
 
-    # The frozen target and what it says about the data.
+    # The frozen target and what it says about the data. Missing files are noticed before the target is loaded.
+    for file in (*config.data.train, config.eval.prompts):
+        if not locate(file).is_file():
+            raise ValueError(f"{file} does not exist; correct data.train or eval.prompts in the config")
     set_seed(config.seed)
     target = load_target(config, accelerator.device)
     sequences = load_training_sequences(config, target)
@@ -57,8 +61,7 @@ def train(config: RunConfig) -> Path:
     drafter.initialise(target, counts_V)
     drafter.to(accelerator.device, torch.float64 if target.dtype == torch.float64 else torch.float32)
     describe(accelerator, drafter, sequences, counts_V)
-    optimizer = make_optimizer(drafter, config.optim)
-    model, optimizer = accelerator.prepare(drafter, optimizer)
+    model, *optimizers = accelerator.prepare(drafter, *make_optimizers(drafter, config.optim))
 
     # The plan: every process takes equally many micro-batches, and step N is the same whenever it is reached.
     lengths = [len(sequence.ids) for sequence in sequences]
@@ -102,15 +105,19 @@ def train(config: RunConfig) -> Path:
             window.add(parts.metrics)
         window.tokens += supervised
         norm = accelerator.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
-        rate = learning_rate(step, num_steps, config.optim)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
+        share = schedule(step, num_steps, config.optim)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = share * group["peak"]
+            optimizer.step()
+            optimizer.zero_grad()
         done = step + 1
 
         if done % config.loop.log_every == 0 or done == num_steps:
-            values = window.close(accelerator) | {"learning_rate": rate, "gradient_norm": float(norm)}
+            values = window.close(accelerator) | {
+                "learning_rate": share * config.optim.learning_rate,
+                "gradient_norm": float(norm),
+            }
             if not math.isfinite(values["loss"]):
                 raise ValueError(
                     f"the loss at step {done} is not finite; lower optim.learning_rate, or look for bad values in the data"
@@ -202,23 +209,39 @@ def load_held_out(config: RunConfig, target: Target) -> list[list[int]]:
     return [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in chosen]
 
 
-def make_optimizer(drafter: TrainableDrafter, config: OptimConfig) -> torch.optim.AdamW:
-    trained = [p for p in drafter.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
+def make_optimizers(drafter: TrainableDrafter, config: OptimConfig) -> list[torch.optim.Optimizer]:
+    """AdamW alone, or Muon (Jordan et al. 2024) for the inner matrices and AdamW for heads, norms and biases.
+
+    Each parameter group carries `peak`, the learning rate that the schedule scales.
+    """
+    inner, matrices, vectors = [], [], []
+    for name, parameter in drafter.named_parameters():
+        if parameter.requires_grad:
+            is_inner = config.name == "muon" and parameter.dim() == 2 and "lm_head" not in name
+            (inner if is_inner else matrices if parameter.dim() >= 2 else vectors).append(parameter)
     beta1, beta2 = config.betas
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(beta1, beta2), fused=True)
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay, "peak": config.learning_rate},
+        {"params": vectors, "weight_decay": 0.0, "peak": config.learning_rate},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, betas=(beta1, beta2), fused=True)]
+    if inner:
+        rate = config.muon_learning_rate
+        muon = torch.optim.Muon(inner, lr=rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon.param_groups[0]["peak"] = rate
+        optimizers.append(muon)
+    return optimizers
 
 
-def learning_rate(step: int, num_steps: int, config: OptimConfig) -> float:
-    """Linear warm-up, then a cosine down to `final`; a function of the step alone, so there is no state to lose."""
+def schedule(step: int, num_steps: int, config: OptimConfig) -> float:
+    """Share of the peak learning rate: linear warm-up, then a cosine down to `final`. A function of the step alone, so there is
+    no state to lose."""
     warmup = config.warmup * num_steps
     if step < warmup:
-        return config.learning_rate * (step + 1) / (warmup + 1)
+        return (step + 1) / (warmup + 1)
     along = (step - warmup) / max(1, num_steps - warmup)
-    return config.learning_rate * (config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * along)))
+    return config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * along))
 
 
 def mixed_precision(loop: LoopConfig) -> str:
