@@ -175,32 +175,42 @@ class Model(TrainableDrafter):
     # ---- training -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: TrainingBatch) -> LossParts:
-        width = batch.ids_BT.shape[1]
-        device = batch.ids_BT.device
-        start_T = torch.arange(width, device=device)
-        embedded_BTD = self.target.embed(batch.ids_BT).to(self.fc.weight.dtype)
-        causal_TT = start_T[:, None] >= start_T
-        diagonal_TT = start_T[:, None] == start_T
+        """Unrolls `steps` depths. Deeper ones run only where something is supervised: not on the prompts that all rows share."""
+        width, device = batch.ids_BT.shape[1], batch.ids_BT.device
+        first = self._first_supervised_start(batch)
+        position_T = torch.arange(width, device=device)
+        token_BTD = self.midlayer.input_layernorm(self.target.embed(batch.ids_BT).to(self.fc.weight.dtype))
         state_BTD = self.fuse(batch.features_BTF.to(self.fc.weight.dtype))
         outputs: list[Tensor] = []
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for depth in range(self.config.steps):
-            token_BTD = embedded_BTD.roll(-1 - depth, dims=1)  # wraps at the end, where nothing is supervised
-            tables = rotary_tables((start_T + depth)[None], self.shape.head_dim, self.shape.rope_theta)
-            joint, residual = self._joint(token_BTD, state_BTD)
+            begin = 0 if depth == 0 else first
+            if depth == 1:
+                state_BTD = state_BTD[:, first:]
+            starts_R = position_T[begin:]
+            tables = rotary_tables((starts_R + depth)[None], self.shape.head_dim, self.shape.rope_theta)
+            shifted_BRD = token_BTD.roll(-1 - depth, dims=1)[:, begin:]  # wraps at the end, where nothing is supervised
+            joint, residual = self._joint(shifted_BRD, state_BTD)
             query, key, value = self.midlayer.self_attn.project(joint, tables)
             keys.append(key)
             values.append(value)
-            mask_TS = torch.cat([causal_TT] + [diagonal_TT] * depth, dim=1)
-            mixed = self.midlayer.self_attn.attend(query, torch.cat(keys, 2), torch.cat(values, 2), mask_TS[None, None])
+            own_RR = starts_R[:, None] == starts_R
+            mask_RS = torch.cat([starts_R[:, None] >= position_T] + [own_RR] * depth, dim=1)
+            mixed = self.midlayer.self_attn.attend(query, torch.cat(keys, 2), torch.cat(values, 2), mask_RS[None, None])
             output, normed = self._finish(residual + mixed)
-            outputs.append(normed)
+            outputs.append(nn.functional.pad(normed, (0, 0, begin, 0)))
             state_BTD = normed if self.config.norm_output else output
         hard = self.config.loss == "hard"
         return distill(
             outputs, [self.lm_head.weight], batch, self.target, self.token_ids_W, self.config.decay, hard=hard
         )
+
+    def _first_supervised_start(self, batch: TrainingBatch) -> int:
+        """The smallest start p at which any depth is supervised in any row of the batch."""
+        supervised_T = batch.loss_mask_BT[:, 2:].any(0)
+        tokens = supervised_T.nonzero()
+        return max(0, int(tokens[0]) - self.config.steps + 1) if len(tokens) else 0
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
         """The first state g from the captured hidden states: (B, T, F) → (B, T, D)."""
@@ -213,9 +223,9 @@ class Model(TrainableDrafter):
         return out
 
     def _joint(self, token_BRD: Tensor, state_BRD: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention input (B, R, 2D), embedding first, and the residual (B, R, D)."""
+        """Attention input (B, R, 2D), normalised embedding first, and the residual (B, R, D)."""
         normed = self.midlayer.hidden_norm(state_BRD)
-        joint = torch.cat([self.midlayer.input_layernorm(token_BRD).to(normed.dtype), normed], dim=-1)
+        joint = torch.cat([token_BRD.to(normed.dtype), normed], dim=-1)
         return joint, normed if self.config.norm_before_residual else state_BRD
 
     def _finish(self, attended_BRD: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,7 +273,8 @@ class Model(TrainableDrafter):
         """Runs the layer on R pairs behind each row's `lengths` cached ones: (B, R, D)."""
         slots = plan(lengths, token_ids_BR.shape[1], token_ids_BR.device)
         tables = rotary_tables(slots.index_BR, self.shape.head_dim, self.shape.rope_theta)
-        joint, residual = self._joint(self.target.embed(token_ids_BR).to(states_BRD.dtype), states_BRD)
+        token_BRD = self.midlayer.input_layernorm(self.target.embed(token_ids_BR).to(states_BRD.dtype))
+        joint, residual = self._joint(token_BRD, states_BRD)
         query, key, value = self.midlayer.self_attn.project(joint, tables)
         key, value = state.cache.write(key, value, slots)
         mask = torch.arange(slots.extent, device=token_ids_BR.device) <= slots.index_BR[..., None]

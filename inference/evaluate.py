@@ -69,8 +69,9 @@ def evaluate(
     results = []
     for temperature in settings.temperatures:
         sampler = Sampler(temperature, settings.top_k, settings.top_p)
-        say(f"temperature {temperature:g}: plain decoding of {len(prompts)} prompts")
-        plain = _decode(target, prompts, sampler, None, settings)
+        if settings.rule == "coupled":  # the only rule that promises the same tokens
+            say(f"temperature {temperature:g}: plain decoding of {len(prompts)} prompts")
+            plain = _decode(target, prompts, sampler, None, settings)
         for speculation in speculations:
             say(f"temperature {temperature:g}: K = {speculation.depth}, acceptance on {len(prompts)} prompts")
             outputs = _decode(target, prompts, sampler, speculation, settings)

@@ -38,7 +38,7 @@ def main() -> None:
 
 def point(run: Path) -> tuple[int, float]:
     finished = json.loads((run / "finished.json").read_text())
-    return finished["answer_tokens"], finished["best_tau"]
+    return finished["trained_tokens"], finished["best_tau"]
 
 
 if __name__ == "__main__":

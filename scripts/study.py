@@ -60,7 +60,7 @@ def table(rows: list[list[str]]) -> str:
     header = [
         "variant",
         "changes",
-        "answer tokens",
+        "answer tokens trained",
         "steps",
         "seconds",
         "predicted tau (training)",

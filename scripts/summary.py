@@ -37,7 +37,7 @@ def summary(runs: list[Path]) -> str:
             cells = [
                 run.name,
                 f"{record['drafter_parameters'] / 1e6:.1f} M",
-                f"{finished['seconds'] / 60:.1f} min, {finished['answer_tokens'] / 1e3:.0f} k tokens",
+                f"{finished['seconds'] / 60:.1f} min, {finished['trained_tokens'] / 1e3:.0f} k tokens",
                 f"{temperature:g}",
                 interval(deep["tokens_per_round"]),
                 " ".join(f"{a:.2f}" for a in deep["cond_accept"] if a is not None),

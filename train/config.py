@@ -100,8 +100,8 @@ class OptimConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    epochs: int = 1
-    """Passes over the data."""
+    epochs: float = 1.0
+    """Passes over the data; may be a fraction."""
     batch_size: int = 8
     """Conversations per process and micro-batch."""
     accumulation: int = 1
@@ -116,7 +116,9 @@ class LoopConfig:
     """Older ones are deleted."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulation", "log_every", "checkpoint_every", "keep_checkpoints"):
+        if not self.epochs > 0:
+            raise ValueError(f"epochs is {self.epochs}; give a number above 0")
+        for name in ("batch_size", "accumulation", "log_every", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
 

@@ -33,6 +33,8 @@ from draftsmith.train.config import LoopConfig, OptimConfig, RunConfig, read, to
 from draftsmith.train.data import Sequence, count_answer_tokens, load_sequences, plan_epoch
 from draftsmith.train.features import FeatureStore
 
+NOTHING_DONE = {"step": 0, "best_tau": 0.0, "trained_tokens": 0, "seconds": 0.0}
+
 
 def train(config: RunConfig) -> Path:
     """Trains one drafter; returns the run folder. ValueError for everything that a user can put right."""
@@ -67,24 +69,22 @@ def train(config: RunConfig) -> Path:
     lengths = [len(sequence.ids) for sequence in sequences]
     per_step = config.loop.accumulation * accelerator.num_processes
     steps_per_epoch = len(plan_epoch(lengths, config.loop.batch_size, per_step, config.seed, 0)) // per_step
-    num_steps = steps_per_epoch * config.loop.epochs
-    progress = checkpoints.load_latest(accelerator, folder / "checkpoints") or {
-        "step": 0,
-        "best_tau": 0.0,
-        "seconds": 0.0,
-    }
-    first_step, best_tau, seconds = progress["step"], progress["best_tau"], progress["seconds"]
+    num_steps = max(1, round(steps_per_epoch * config.loop.epochs))
+    progress = checkpoints.load_latest(accelerator, folder / "checkpoints") or NOTHING_DONE
+    first_step, best_tau = progress["step"], progress["best_tau"]
+    trained_tokens, seconds = progress["trained_tokens"], progress["seconds"]
     tracking.start(accelerator, config, dataclasses.asdict(config))
     metrics = tracking.Metrics(accelerator, folder / "metrics.jsonl", first_step)
     held_out = load_held_out(config, target)
     if first_step:
         say(accelerator, f"continuing from step {first_step} of {num_steps}")
 
-    window = Window()
+    window, planned, batches = Window(), -1, []
     started = time.perf_counter() - seconds
     for step in range(first_step, num_steps):
         epoch, within = divmod(step, steps_per_epoch)
-        batches = plan_epoch(lengths, config.loop.batch_size, per_step, config.seed, epoch)
+        if epoch != planned:
+            planned, batches = epoch, plan_epoch(lengths, config.loop.batch_size, per_step, config.seed, epoch)
         mine = batches[within * per_step : (within + 1) * per_step][
             accelerator.process_index :: accelerator.num_processes
         ]
@@ -104,6 +104,7 @@ def train(config: RunConfig) -> Path:
                 )  # DDP averages over processes
             window.add(parts.metrics)
         window.tokens += supervised
+        trained_tokens += int(global_count)
         norm = accelerator.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
         share = schedule(step, num_steps, config.optim)
         for optimizer in optimizers:
@@ -142,13 +143,18 @@ def train(config: RunConfig) -> Path:
             best_tau = max(best_tau, measured["acceptance/tau"])
             window.resume()
         if done % config.loop.checkpoint_every == 0 and done < num_steps:
-            state = {"best_tau": best_tau, "seconds": time.perf_counter() - started}
+            state = {
+                "best_tau": best_tau,
+                "trained_tokens": trained_tokens,
+                "seconds": time.perf_counter() - started,
+            }
             checkpoints.save(accelerator, folder / "checkpoints", done, state, config.loop.keep_checkpoints)
 
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         summary = {"steps": num_steps, "best_tau": best_tau, "seconds": time.perf_counter() - started}
-        write(folder / "finished.json", json.dumps(summary | {"answer_tokens": int(counts_V.sum())}, indent=2) + "\n")
+        summary |= {"answer_tokens": int(counts_V.sum()), "trained_tokens": trained_tokens}
+        write(folder / "finished.json", json.dumps(summary, indent=2) + "\n")
     accelerator.end_training()
     return folder
 

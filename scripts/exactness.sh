@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# The fp32 proof on the real target: speculative and plain outputs of all held-out prompts, greedy (batch 1 and
+# batch 8) and at temperature 1 with the same seeds (batch 8), for both quickstart drafters. Needs scripts/quickstart.sh first; about 15 minutes on two cores.
+#   scripts/exactness.sh OUT        writes OUT/<kind>-batch<N>.json and OUT/<kind>-<rule>-<draft>.json
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:?usage: scripts/exactness.sh OUT}
+mkdir -p "$out"
+export PATH="$PWD/.venv/bin:$PATH" TOKENIZERS_PARALLELISM=false
+common="--target .cache/smollm2 --prompts configs/prompts/heldout.jsonl --k 5 --speed-prompts 0"
+for kind in eagle3 medusa; do
+  draftsmith eval "runs/quickstart/$kind" $common --dtype float32 --temperature 0,1 --max-new 24 --batch-size 8 \
+    --json "$out/$kind-batch8.json"
+  draftsmith eval "runs/quickstart/$kind" $common --dtype float32 --temperature 0 --max-new 16 --batch-size 1 \
+    --json "$out/$kind-batch1.json"
+  # Acceptance at temperature 1 by rule and way of drafting, bf16.
+  for how in "coupled coupled" "ratio sample" "coupled argmax"; do
+    set -- $how
+    draftsmith eval "runs/quickstart/$kind" $common --temperature 1 --max-new 64 --rule "$1" --draft "$2" \
+      --json "$out/$kind-$1-$2.json"
+  done
+done
