@@ -2,9 +2,9 @@
 
     python -m draftsmith.scripts.check_answers ANSWERS --target T [--num N]
 
-Half-precision arithmetic differs a little between machines, and one token that falls the other way changes the rest of an
-answer; so the check asks the target about every answer token instead of comparing text alone: each must be its first choice, or
-lie within the margin that rounding explains.
+Half-precision logits differ between batch shapes and machines (by up to .8 for this target), one token that falls the other way
+changes the rest of an answer, and text can be tokenised in another way than it was written. So the check does not compare texts
+alone: it asks the target about every answer token, and nearly all must be its first choice within that margin.
 """
 
 import argparse
@@ -18,8 +18,10 @@ from draftsmith.inference.evaluate import spread
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.target import load
 
-MARGIN = 0.5
-"""Logits; bf16 logits of size 16 to 32 are 0.125 apart."""
+MARGIN = 1.0
+"""Logits by which a token may lie below the target's first choice."""
+SHARE = 0.97
+"""Of the answer tokens that must be within the margin; answers of another model reach about half of that."""
 
 
 def main() -> None:
@@ -46,18 +48,21 @@ def check(answers: str, path: str, num: int) -> None:
     outputs = generate(target, prompts, max_new=max(sum(r.loss_mask) for r in rendered), sampler=Sampler())
     same = sum(p + o.ids[: len(r.ids) - len(p)] == r.ids for p, o, r in zip(prompts, outputs, rendered, strict=True))
 
-    worst = 0.0
+    gaps = []
     last_BTD = target.hidden(pad_ids([r.ids for r in rendered]).to(target.device))[1]
     for row, r in enumerate(rendered):
         logits_TV = target.unembed(last_BTD[row, : len(r.ids) - 1]).float()
         chosen_T = logits_TV.gather(1, torch.tensor(r.ids[1:], device=target.device)[:, None])[:, 0]
-        gap_T = logits_TV.amax(1) - chosen_T
-        worst = max(worst, float(gap_T[torch.tensor(r.loss_mask[1:])].max()))
-    print(f"{answers}: {same} of {num} answers made again are the same; the largest margin of a token is {worst:.3g}")
-    if worst > MARGIN:
+        gaps.append((logits_TV.amax(1) - chosen_T)[torch.tensor(r.loss_mask[1:])])
+    share = float((torch.cat(gaps) <= MARGIN).float().mean())
+    print(
+        f"{answers}: {same} of {num} answers made again are the same to the last token; {share:.1%} of the answer tokens "
+        f"are the target's first choice within {MARGIN:g} logits"
+    )
+    if share < SHARE:
         raise ValueError(
-            f"an answer holds a token that the target prefers less by {worst:.3g} logits (allowed {MARGIN}); "
-            f"these answers are not this target's: make new ones with draftsmith data"
+            f"only {share:.1%} of the answer tokens are this target's choice (expected {SHARE:.0%}): "
+            "these answers are another model's; make new ones with draftsmith data"
         )
 
 
