@@ -26,7 +26,7 @@ from draftsmith.inference.decode import pad_ids
 from draftsmith.inference.target import Target
 from draftsmith.train.data import Sequence
 
-LOGIT_ELEMENTS = 1 << 24
+LOGIT_ELEMENTS = 1 << 23
 
 
 class Captured(NamedTuple):
@@ -70,8 +70,9 @@ def _law(target: Target, last_BTD: Tensor, teaches_BT: Tensor) -> tuple[Tensor, 
         for chunk in last_BTD[teaches_BT].split(max(1, LOGIT_ELEMENTS // target.shape.vocab_size)):
             logits = target.unembed(chunk)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            normalisers.append(logits.logsumexp(-1))
-            argmaxes.append(logits.argmax(-1))
+            largest, argmax = logits.max(-1)
+            normalisers.append(logits.sub_(largest[:, None]).exp_().sum(-1).log() + largest)
+            argmaxes.append(argmax)
     normaliser_BT = torch.zeros(teaches_BT.shape, dtype=normalisers[0].dtype, device=teaches_BT.device)
     normaliser_BT[teaches_BT] = torch.cat(normalisers)
     argmax_BT = torch.zeros(teaches_BT.shape, dtype=torch.int64, device=teaches_BT.device)
