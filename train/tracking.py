@@ -2,7 +2,9 @@
 
 import json
 import math
+import netrc
 import os
+import urllib.parse
 import uuid
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,9 @@ def prepare(tracking: TrackingConfig) -> str | None:
         return None
     try:
         if tracking.tracker == "wandb":
-            import wandb
-
-            if not os.environ.get("WANDB_MODE") and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
-                os.environ["WANDB_MODE"] = "offline"
+            if not os.environ.get("WANDB_MODE") and not has_wandb_key():
+                os.environ["WANDB_MODE"] = "offline"  # before the import, which reads it
+            import wandb  # noqa: F401
         else:
             import tensorboard  # noqa: F401
     except ImportError as error:
@@ -33,6 +34,17 @@ def prepare(tracking: TrackingConfig) -> str | None:
             f"pip install 'draftsmith[{tracking.tracker}]' or set tracking.tracker=none"
         ) from error
     return tracking.tracker
+
+
+def has_wandb_key() -> bool:
+    """Whether W&B would find a key: in the environment or in the netrc file that `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return host is not None and netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def start(accelerator: Accelerator, config: RunConfig, settings: dict[str, Any]) -> None:
@@ -44,6 +56,8 @@ def start(accelerator: Accelerator, config: RunConfig, settings: dict[str, Any])
         name: value if isinstance(value, int | float | str | bool) else str(value) for name, value in settings.items()
     }
     options = {"wandb": {"name": folder.name, "dir": str(folder), "config": settings, "resume": "allow"}}
+    if os.environ.get("WANDB_MODE"):
+        options["wandb"]["mode"] = os.environ["WANDB_MODE"]
     if config.tracking.tracker == "wandb":
         identifier = folder / "wandb-id"
         if not identifier.exists():
