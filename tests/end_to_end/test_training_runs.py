@@ -221,7 +221,8 @@ def test_a_wandb_run_without_a_network_records_loss_and_real_acceptance(toy_fold
     from wandb.proto.wandb_internal_pb2 import Record
 
     config = write_config(tmp_path, toy_folder, "medusa")
-    done = run(config, "tracking={tracker: wandb, project: toys}", "loop.epochs=2", WANDB_MODE="offline")
+    nobody = {"WANDB_MODE": "", "WANDB_API_KEY": "", "HOME": str(tmp_path)}  # no mode, no key, no netrc
+    done = run(config, "tracking={tracker: wandb, project: toys}", "loop.epochs=2", **nobody)
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("run/wandb/offline-run-*/run-*.wandb")
     history: dict[str, list[float]] = {}
@@ -247,8 +248,8 @@ def test_a_wandb_run_without_a_network_records_loss_and_real_acceptance(toy_fold
         (["optim.learning_rat=1"], "optim: unknown key 'learning_rat'; did you mean 'learning_rate'?"),
         (["drafter.kind=eagel"], "unknown drafter kind 'eagel'; did you mean 'eagle3'?"),
         (["target.path=/no/such/folder"], "/no/such/folder"),
-        (["data.train=[/no/such.jsonl]"], "/no/such.jsonl: No such file or directory"),
-        (["eval.prompts=/no/such.jsonl"], "/no/such.jsonl: No such file or directory"),
+        (["data.train=[/no/such.jsonl]"], "/no/such.jsonl does not exist; correct data.train or eval.prompts"),
+        (["eval.prompts=/no/such.jsonl"], "/no/such.jsonl does not exist; correct data.train or eval.prompts"),
         (["data.max_length=8"], "no supervised token within 8 tokens; raise data.max_length"),
         (["drafter={kind: eagle3}"], "the default layers 2, L//2, L-3 collide for a target of 4 layers"),
     ],
