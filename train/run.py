@@ -33,7 +33,7 @@ from draftsmith.train.config import LoopConfig, OptimConfig, RunConfig, read, to
 from draftsmith.train.data import Sequence, count_answer_tokens, load_sequences, plan_epoch
 from draftsmith.train.features import FeatureStore
 
-NOTHING_DONE = {"step": 0, "best_tau": 0.0, "trained_tokens": 0, "seconds": 0.0}
+NOTHING_DONE: dict[str, Any] = {"step": 0, "best_tau": 0.0, "trained_tokens": 0, "seconds": 0.0}
 
 
 def train(config: RunConfig) -> Path:
@@ -220,7 +220,9 @@ def make_optimizers(drafter: TrainableDrafter, config: OptimConfig) -> list[torc
 
     Each parameter group carries `peak`, the learning rate that the schedule scales.
     """
-    inner, matrices, vectors = [], [], []
+    inner: list[torch.nn.Parameter] = []
+    matrices: list[torch.nn.Parameter] = []
+    vectors: list[torch.nn.Parameter] = []
     for name, parameter in drafter.named_parameters():
         if parameter.requires_grad:
             is_inner = config.name == "muon" and parameter.dim() == 2 and "lm_head" not in name
