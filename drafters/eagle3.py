@@ -120,7 +120,7 @@ class MidLayer(nn.Module):
 
 
 class Model(TrainableDrafter):
-    """The EAGLE-3 head; reference/formats of the serving engines fix its arithmetic."""
+    """The EAGLE-3 head; its arithmetic and names are those that serving engines load."""
 
     d2t: Tensor
     t2d: Tensor

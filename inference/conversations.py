@@ -8,8 +8,6 @@ One tokenizer call on a whole conversation may merge the end of a prompt with th
 never sees: it reads the prompt, then writes. So a token ends at both ends of every answer, and the ids before a
 supervised answer are `prompt_ids` of the turns before it, exactly. Without such a merge the ids are those of one call.
 No special token is added: a BOS is there if the template writes it.
-
-Source: boundaries by generation prompt as in speculators' render client; the faults it avoids: peers.md, part B1.
 """
 
 from __future__ import annotations
