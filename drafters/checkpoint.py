@@ -53,6 +53,13 @@ def replace_folder(complete: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a UTF-8 file under a temporary name and renames it: a reader sees the old file or the complete new one."""
+    temporary = path.with_name(path.name + ".writing")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
 def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> TrainableDrafter:
     """The drafter in a drafter folder, or in the `drafter/` of a run folder, in eval mode.
 

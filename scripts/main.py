@@ -150,6 +150,7 @@ def _add_eval(commands: Any) -> None:
 
 def _eval(options: argparse.Namespace) -> None:
     from draftsmith import drafters
+    from draftsmith.drafters.checkpoint import write_text
     from draftsmith.inference.conversations import read_conversations
     from draftsmith.inference.evaluate import Settings, evaluate, spread
     from draftsmith.scripts.tables import eval_table
@@ -179,7 +180,7 @@ def _eval(options: argparse.Namespace) -> None:
     drafter.to(device=target.device, dtype=target.dtype)
     report = evaluate(target, drafter, conversations, settings)
     if options.json:
-        _write(Path(options.json), json.dumps(report, indent=2) + "\n")
+        write_text(Path(options.json), json.dumps(report, indent=2) + "\n")
     print(eval_table(report))
 
 
@@ -299,12 +300,6 @@ def _integers(text: str) -> tuple[int, ...]:
 
 def _numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".writing")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 
+from draftsmith.drafters.checkpoint import write_text
 from draftsmith.inference.conversations import Conversation, prompt_ids, prompt_messages, read_conversations
 from draftsmith.inference.decode import Output, generate
 from draftsmith.inference.sampling import Sampler
@@ -91,8 +92,8 @@ def regenerate(target: Target, prompts: str | Path | None, out: str | Path, sett
     names = [name for name, _ in jobs]
     records = _run(target, names, ids, finish, out, "answers", settings.sampler, settings)
     meta = provenance(target, settings) | {"prompts": str(prompts) if prompts else None, "records": len(records)}
-    _write(Path(f"{out}.meta.json"), json.dumps(meta, indent=2) + "\n")
-    _write(out, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    write_text(Path(f"{out}.meta.json"), json.dumps(meta, indent=2) + "\n")
+    write_text(out, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     for stage in ("answers", "prompts"):
         _partial(out, stage).unlink(missing_ok=True)
     return records
@@ -149,7 +150,7 @@ def _run(
     done = _read_partial(partial, identity)
     progress = _Progress(len(prompts), sum(len(batch) for i, batch in enumerate(batches) if i in done), stage)
     if not done:
-        _write(partial, json.dumps({"identity": identity}) + "\n")
+        write_text(partial, json.dumps({"identity": identity}) + "\n")
     with partial.open("a", encoding="utf-8") as file:
         for index, batch in enumerate(batches):
             if index in done:
@@ -180,7 +181,7 @@ def _read_partial(partial: Path, identity: str) -> dict[int, list[Record]]:
     content = partial.read_bytes()  # as bytes: the cut may be inside a character, and answers may hold U+2028
     complete = content[: content.rfind(b"\n") + 1]
     if complete != content:
-        _write(partial, complete.decode())
+        write_text(partial, complete.decode())
     lines = complete.splitlines()
     if not lines:
         return {}
@@ -212,12 +213,6 @@ def _text(target: Target, output: Output) -> str:
 
 def _partial(out: Path, stage: str) -> Path:
     return out.with_name(f"{out.name}.{stage}.partial")
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".writing")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 class _Progress:

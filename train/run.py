@@ -23,6 +23,7 @@ from torch import Tensor
 from draftsmith import drafters
 from draftsmith.configs import locate
 from draftsmith.drafters.base import TrainableDrafter
+from draftsmith.drafters.checkpoint import write_text
 from draftsmith.drafters.losses import summarise
 from draftsmith.drafters.vocabulary import coverage
 from draftsmith.inference.conversations import prompt_ids, prompt_messages, read_conversations
@@ -154,7 +155,7 @@ def train(config: RunConfig) -> Path:
     if accelerator.is_main_process:
         summary = {"steps": num_steps, "best_tau": best_tau, "seconds": time.perf_counter() - started}
         summary |= {"answer_tokens": int(counts_V.sum()), "trained_tokens": trained_tokens}
-        write(folder / "finished.json", json.dumps(summary, indent=2) + "\n")
+        write_text(folder / "finished.json", json.dumps(summary, indent=2) + "\n")
     accelerator.end_training()
     return folder
 
@@ -174,7 +175,7 @@ def claim_folder(folder: Path, config: RunConfig, accelerator: Accelerator) -> N
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and not begun:
         folder.mkdir(parents=True, exist_ok=True)
-        write(file, text)
+        write_text(file, text)
     accelerator.wait_for_everyone()
 
 
@@ -334,12 +335,6 @@ class Window:
 def say(accelerator: Accelerator, line: str) -> None:
     if accelerator.is_main_process:
         print(line, file=sys.stderr, flush=True)
-
-
-def write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".writing")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def main() -> None:
