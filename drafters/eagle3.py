@@ -32,7 +32,7 @@ from draftsmith.drafters.base import (
 )
 from draftsmith.drafters.kv import KeyValues, plan
 from draftsmith.drafters.layers import MLP, RMSNorm, rotary_tables, rotate
-from draftsmith.drafters.losses import distill
+from draftsmith.drafters.losses import Starts, distill, trained_starts
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary, offsets
 
 
@@ -46,6 +46,8 @@ class Config:
     """Draft depths unrolled in training (the paper: 7)."""
     decay: float = 0.8
     """Weight of depth j is decay ** j."""
+    thin: float = 1.0
+    """Share of one depth's starts that the next depth is trained on: less work, the same expected gradient; 1 means all."""
     loss: Literal["soft", "hard"] = "soft"
     """Cross-entropy towards the target's whole law, or towards its most likely token only."""
     norm_before_fc: bool = False
@@ -66,6 +68,8 @@ class Config:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay is {self.decay}; give a value above 0, at most 1")
+        if not 0 < self.thin <= 1:
+            raise ValueError(f"thin is {self.thin}; give a value above 0, at most 1")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc exclude each other; set one of them to false")
         if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
@@ -92,21 +96,23 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * width, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
 
-    def project(self, joint_BRD2: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys (both rotated) and values, (B, heads, R, E) each."""
-        split = joint_BRD2.shape[:2]
-        query = self.q_proj(joint_BRD2).view(*split, self.heads, self.head_dim).transpose(1, 2)
-        key = self.k_proj(joint_BRD2).view(*split, self.kv_heads, self.head_dim).transpose(1, 2)
-        value = self.v_proj(joint_BRD2).view(*split, self.kv_heads, self.head_dim).transpose(1, 2)
-        return rotate(query, *tables), rotate(key, *tables), value
+    def queries(self, joint_BRD2: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotated queries, (B, R, heads, E)."""
+        return rotate(self.q_proj(joint_BRD2).unflatten(2, (self.heads, self.head_dim)), *tables)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        """Attention under a bool mask (B or 1, 1, R, S), then the output projection: (B, R, D)."""
-        mixed = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, enable_gqa=self.heads != self.kv_heads
-        )
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return out
+    def keys(self, joint_BRD2: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values, (B, R, kv heads, E) each."""
+        key = self.k_proj(joint_BRD2).unflatten(2, (self.kv_heads, self.head_dim))
+        return rotate(key, *tables), self.v_proj(joint_BRD2).unflatten(2, (self.kv_heads, self.head_dim))
+
+    def mix(self, query_BRHE: Tensor, key_BHSE: Tensor, value_BHSE: Tensor, mask_BRS: Tensor) -> Tensor:
+        """Attention under a bool mask (B or 1, R, S), before the output projection: (B, R, heads * E)."""
+        # Queries that share keys are put below each other: one product for all of them, and no key is repeated.
+        group = self.heads // self.kv_heads
+        query_BHRE = query_BRHE.transpose(1, 2).unflatten(1, (self.kv_heads, group)).flatten(2, 3)
+        mask_B1RS = mask_BRS.repeat(1, group, 1)[:, None]
+        mixed = nn.functional.scaled_dot_product_attention(query_BHRE, key_BHSE, value_BHSE, attn_mask=mask_B1RS)
+        return mixed.unflatten(2, (group, -1)).flatten(1, 2).transpose(1, 2).flatten(2)
 
 
 class MidLayer(nn.Module):
@@ -175,42 +181,59 @@ class Model(TrainableDrafter):
     # ---- training -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: TrainingBatch) -> LossParts:
-        """Unrolls `steps` depths. Deeper ones run only where something is supervised: not on the prompts that all rows share."""
-        width, device = batch.ids_BT.shape[1], batch.ids_BT.device
-        first = self._first_supervised_start(batch)
-        position_T = torch.arange(width, device=device)
-        token_BTD = self.midlayer.input_layernorm(self.target.embed(batch.ids_BT).to(self.fc.weight.dtype))
+        """Unrolls `steps` depths. Keys of depth 0 come from all positions, everything else from supervised starts alone."""
+        ids_BT, attention, shape = batch.ids_BT, self.midlayer.self_attn, self.shape
+        trained_JBT = trained_starts(batch, self.config.steps, self.config.thin)
+        position_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
         state_BTD = self.fuse(batch.features_BTF.to(self.fc.weight.dtype))
-        outputs: list[Tensor] = []
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for depth in range(self.config.steps):
-            begin = 0 if depth == 0 else first
-            if depth == 1:
-                state_BTD = state_BTD[:, first:]
-            starts_R = position_T[begin:]
-            tables = rotary_tables((starts_R + depth)[None], self.shape.head_dim, self.shape.rope_theta)
-            shifted_BRD = token_BTD.roll(-1 - depth, dims=1)[:, begin:]  # wraps at the end, where nothing is supervised
-            joint, residual = self._joint(shifted_BRD, state_BTD)
-            query, key, value = self.midlayer.self_attn.project(joint, tables)
-            keys.append(key)
-            values.append(value)
-            own_RR = starts_R[:, None] == starts_R
-            mask_RS = torch.cat([starts_R[:, None] >= position_T] + [own_RR] * depth, dim=1)
-            mixed = self.midlayer.self_attn.attend(query, torch.cat(keys, 2), torch.cat(values, 2), mask_RS[None, None])
-            output, normed = self._finish(residual + mixed)
-            outputs.append(nn.functional.pad(normed, (0, 0, begin, 0)))
-            state_BTD = normed if self.config.norm_output else output
-        hard = self.config.loss == "hard"
-        return distill(
-            outputs, [self.lm_head.weight], batch, self.target, self.token_ids_W, self.config.decay, hard=hard
-        )
+        next_BT = ids_BT.roll(-1, dims=1)  # wraps at the end, where nothing is trained
+        joint_BTD2, _ = self._joint(next_BT, state_BTD)
+        tables = rotary_tables(position_T[None], shape.head_dim, shape.rope_theta)
+        prefix = attention.keys(joint_BTD2, tables)
 
-    def _first_supervised_start(self, batch: TrainingBatch) -> int:
-        """The smallest start p at which any depth is supervised in any row of the batch."""
-        supervised_T = batch.loss_mask_BT[:, 2:].any(0)
-        tokens = supervised_T.nonzero()
-        return max(0, int(tokens[0]) - self.config.steps + 1) if len(tokens) else 0
+        starts = Starts(trained_JBT.any(0))
+        state_nD = starts.pick(state_BTD)
+        own: list[tuple[Tensor, Tensor]] = []  # each start's keys and values of depths 1, 2, …
+        outputs: list[Tensor] = []
+        for depth in range(self.config.steps):
+            if depth > 0 and self.config.thin < 1:
+                fewer = Starts(trained_JBT[depth:].any(0))
+                kept = fewer.among(starts)
+                starts, state_nD = fewer, state_nD[kept]
+                own = [(key[kept], value[kept]) for key, value in own]
+            last_n = (starts.starts_n + 1 + depth).clamp_max(ids_BT.shape[1] - 1)
+            joint_nD2, residual_nD = self._joint(ids_BT[starts.rows_n, last_n], state_nD)
+            tables = rotary_tables((starts.starts_n + depth)[None], shape.head_dim, shape.rope_theta)
+            query_nHE = attention.queries(joint_nD2[None], tables)[0]
+            if depth > 0:
+                key, value = attention.keys(joint_nD2[None], tables)
+                own.append((key[0], value[0]))
+            mixed_nD = self._attend_starts(starts, query_nHE, prefix, own)
+            output_nD, normed_nD = self._finish(residual_nD + attention.o_proj(mixed_nD))
+            outputs.append(starts.place(normed_nD))
+            state_nD = normed_nD if self.config.norm_output else output_nD
+        config, heads = self.config, [self.lm_head.weight]
+        hard = config.loss == "hard"
+        return distill(outputs, heads, batch, self.target, self.token_ids_W, config.decay, hard=hard, thin=config.thin)
+
+    def _attend_starts(
+        self, starts: Starts, query_nHE: Tensor, prefix: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Attention of each start to the depth-0 keys up to it (B, T, kv heads, E) and its own later ones (n, kv heads, E)."""
+
+        def pad(x_nHE: Tensor) -> Tensor:
+            return starts.pad(x_nHE.flatten(1)).unflatten(2, x_nHE.shape[1:])
+
+        position_T = torch.arange(starts.width, device=query_nHE.device)
+        seen_BAT = starts.pad(starts.starts_n[:, None]) >= position_T
+        own_BAA = torch.eye(starts.most, dtype=torch.bool, device=query_nHE.device).expand(starts.batch, -1, -1)
+        seen_BAS = torch.cat([seen_BAT] + [own_BAA] * len(own), dim=2)
+        key_BSHE, value_BSHE = (
+            torch.cat([first, *(pad(later) for later in rest)], dim=1)
+            for first, *rest in zip(prefix, *own, strict=True)
+        )
+        mix = self.midlayer.self_attn.mix
+        return starts.unpad(mix(pad(query_nHE), key_BSHE.transpose(1, 2), value_BSHE.transpose(1, 2), seen_BAS))
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
         """The first state g from the captured hidden states: (B, T, F) → (B, T, D)."""
@@ -222,11 +245,12 @@ class Model(TrainableDrafter):
         out: Tensor = self.fc(features_BTF)
         return out
 
-    def _joint(self, token_BRD: Tensor, state_BRD: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention input (B, R, 2D), normalised embedding first, and the residual (B, R, D)."""
-        normed = self.midlayer.hidden_norm(state_BRD)
-        joint = torch.cat([token_BRD.to(normed.dtype), normed], dim=-1)
-        return joint, normed if self.config.norm_before_residual else state_BRD
+    def _joint(self, ids: Tensor, state_D: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention input (…, 2D) of pairs of a token (…) and a state (…, D), normalised embedding first; and the residual."""
+        normed = self.midlayer.hidden_norm(state_D)
+        token = self.midlayer.input_layernorm(self.target.embed(ids).to(self.fc.weight.dtype))
+        joint = torch.cat([token.to(normed.dtype), normed], dim=-1)
+        return joint, normed if self.config.norm_before_residual else state_D
 
     def _finish(self, attended_BRD: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's output and what the draft head reads, (B, R, D) each."""
@@ -272,14 +296,14 @@ class Model(TrainableDrafter):
     def _step(self, state: State, lengths: list[int], token_ids_BR: Tensor, states_BRD: Tensor) -> Tensor:
         """Runs the layer on R pairs behind each row's `lengths` cached ones: (B, R, D)."""
         slots = plan(lengths, token_ids_BR.shape[1], token_ids_BR.device)
+        attention = self.midlayer.self_attn
         tables = rotary_tables(slots.index_BR, self.shape.head_dim, self.shape.rope_theta)
-        token_BRD = self.midlayer.input_layernorm(self.target.embed(token_ids_BR).to(states_BRD.dtype))
-        joint, residual = self._joint(token_BRD, states_BRD)
-        query, key, value = self.midlayer.self_attn.project(joint, tables)
+        joint, residual = self._joint(token_ids_BR, states_BRD)
+        key, value = (x_BRHE.transpose(1, 2) for x_BRHE in attention.keys(joint, tables))
         key, value = state.cache.write(key, value, slots)
         mask = torch.arange(slots.extent, device=token_ids_BR.device) <= slots.index_BR[..., None]
-        mixed = self.midlayer.self_attn.attend(query, key, value, mask[:, None])
-        return self._finish(residual + mixed)[0]
+        mixed = attention.mix(attention.queries(joint, tables), key, value, mask)
+        return self._finish(residual + attention.o_proj(mixed))[0]
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

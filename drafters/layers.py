@@ -31,12 +31,12 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
     return angles.cos(), angles.sin()
 
 
-def rotate(x_BHTE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
+def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
     """Applies rotary positions; tables may have batch size 1."""
-    first, second = x_BHTE.chunk(2, dim=-1)
+    first, second = x_BTHE.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
-    cos, sin = cos_BTE[:, None].to(x_BHTE.dtype), sin_BTE[:, None].to(x_BHTE.dtype)
-    return x_BHTE * cos + turned * sin
+    cos, sin = cos_BTE[:, :, None].to(x_BTHE.dtype), sin_BTE[:, :, None].to(x_BTHE.dtype)
+    return x_BTHE * cos + turned * sin
 
 
 class MLP(nn.Module):

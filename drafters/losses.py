@@ -11,6 +11,9 @@ the gradient is taken in the forward pass (the idea of Liger kernels, Hsu et al.
 Where a draft position lives: the draft state at start p and depth j predicts token p + 2 + j. Its teacher is the target's
 law at m = p + 1 + j, and it counts where the target itself generated token m + 1.
 
+Deeper depths matter less and may be thinned: depth j is then trained on a share `thin ** j` of the starts, nested and chosen
+by a hash of the text, with weights `1 / thin ** j`. The expected gradient is the same, at a fraction of the work.
+
 Letters: J depths, B sequences, T positions, n supervised rows (b, m), D width, W draft vocabulary.
 """
 
@@ -18,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.drafters.base import LossParts, TargetHead, TrainingBatch
 
@@ -35,6 +38,7 @@ def distill(
     draft_to_target_W: Tensor | None,
     decay: float,
     hard: bool = False,
+    thin: float = 1.0,
 ) -> LossParts:
     """The loss of J draft depths against one frozen target.
 
@@ -46,22 +50,25 @@ def distill(
         draft_to_target_W: target id of each draft id; None if the vocabularies are the same.
         decay: depth j weighs decay ** j.
         hard: train towards the target's most likely token instead of its whole law.
+        thin: share of one depth's starts that the next depth is trained on; 1 means all.
 
     Returns:
         sum, count and metrics; the metrics are J sums each: loss, correct, overlap, supervised, survived, starts.
     """
     rows_n, columns_n = supervised_rows(batch)
     depth = len(hidden)
-    starts_Jn = columns_n - 1 - torch.arange(depth, device=columns_n.device)[:, None]
-    valid_Jn = starts_Jn >= 0
-    picked_JnD = torch.stack([hidden[j][rows_n, starts_Jn[j].clamp_min(0)] for j in range(depth)])
-    weight_Jn = valid_Jn * decay ** torch.arange(depth, device=columns_n.device)[:, None]
+    depth_J1 = torch.arange(depth, device=columns_n.device)[:, None]
+    starts_Jn = (columns_n - 1 - depth_J1).clamp_min(0)
+    valid_Jn = trained_starts(batch, depth, thin)[depth_J1, rows_n, starts_Jn] & (columns_n > depth_J1)
+    flat_Jn = rows_n * batch.ids_BT.shape[1] + starts_Jn
+    picked_JnD = torch.stack([hidden[j].flatten(0, 1).index_select(0, flat_Jn[j]) for j in range(depth)])
+    weight_Jn = valid_Jn * (decay / thin) ** depth_J1.double()
 
     argmax_n = batch.argmax_BT[rows_n, columns_n]
     head_VD = target.head_weight()
     total, stats = _Distill.apply(
         picked_JnD,
-        weight_Jn.to(torch.float32),
+        weight_Jn,
         batch.last_BTD[rows_n, columns_n],
         batch.log_normaliser_BT[rows_n, columns_n],
         head_VD if draft_to_target_W is None else head_VD[draft_to_target_W],
@@ -87,6 +94,59 @@ def supervised_rows(batch: TrainingBatch) -> tuple[Tensor, Tensor]:
     """Rows b and columns m (int64, n each) at which the target generated token m + 1; m = 0 has no draft start."""
     rows_n, columns_n = batch.loss_mask_BT[:, 2:].nonzero(as_tuple=True)
     return rows_n, columns_n + 1
+
+
+def trained_starts(batch: TrainingBatch, depth: int, thin: float = 1.0) -> Tensor:
+    """Where the draft state at start p and depth j is trained, bool (J, B, T)."""
+    ids_BT, mask_BT = batch.ids_BT, batch.loss_mask_BT
+    shift = nn.functional.pad
+    trained_JBT = torch.stack([shift(mask_BT[:, 2 + j :], (0, min(2 + j, mask_BT.shape[1]))) for j in range(depth)])
+    if thin == 1:
+        return trained_JBT
+    # One number in [0, 1) per start, from its text alone: padding, batch composition and resuming cannot change it.
+    mixed_BT = ids_BT * 40503 + ids_BT.roll(-1, 1) * 30011 + torch.arange(ids_BT.shape[1], device=ids_BT.device) * 12289
+    uniform_BT = (mixed_BT % 65537 * 75 % 65537) / 65537
+    return trained_JBT & (uniform_BT < thin ** torch.arange(depth, device=ids_BT.device)[:, None, None])
+
+
+class Starts:
+    """Some of the B x T starts as n rows: where a drafter's layers have to run at all.
+
+    Attributes:
+        rows_n, starts_n: int64, sequence and start.
+        slots_n: int64, place of a start among those of its sequence.
+        most: A, the largest number of starts in one sequence.
+    """
+
+    def __init__(self, active_BT: Tensor) -> None:
+        self.active_BT = active_BT
+        self.batch, self.width = active_BT.shape
+        self.rows_n, self.starts_n = active_BT.nonzero(as_tuple=True)
+        slots_BT = active_BT.cumsum(1) - 1
+        self.slots_n = slots_BT[self.rows_n, self.starts_n]
+        self.most = max(1, int(slots_BT.max()) + 1)
+
+    def pick(self, x_BTD: Tensor) -> Tensor:
+        """What stands at the starts: (n, D)."""
+        return x_BTD.flatten(0, 1).index_select(0, self.rows_n * self.width + self.starts_n)
+
+    def place(self, x_nD: Tensor) -> Tensor:
+        """The inverse, 0 elsewhere: (B, T, D)."""
+        flat_ND = x_nD.new_zeros(self.batch * self.width, x_nD.shape[1])
+        return flat_ND.index_copy(0, self.rows_n * self.width + self.starts_n, x_nD).unflatten(0, (self.batch, -1))
+
+    def pad(self, x_nD: Tensor) -> Tensor:
+        """One row per sequence, its starts moved to the left, 0 behind them: (B, A, D)."""
+        flat_ND = x_nD.new_zeros(self.batch * self.most, x_nD.shape[1])
+        return flat_ND.index_copy(0, self.rows_n * self.most + self.slots_n, x_nD).unflatten(0, (self.batch, -1))
+
+    def unpad(self, x_BAD: Tensor) -> Tensor:
+        """The inverse: (n, D)."""
+        return x_BAD.flatten(0, 1).index_select(0, self.rows_n * self.most + self.slots_n)
+
+    def among(self, others: "Starts") -> Tensor:
+        """Which rows of `others` these are, int64 (n); all of them must be there."""
+        return self.active_BT[others.rows_n, others.starts_n].nonzero()[:, 0]
 
 
 def summarise(sums: dict[str, Tensor]) -> dict[str, float]:
@@ -125,6 +185,12 @@ def _survival(
     return (alive_JBT * starts_JBT).sum((1, 2)).float(), starts_JBT.sum((1, 2)).float()
 
 
+def _softmax(logits_cW: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities (c, W) and log-sum-exp (c); one exponential per element."""
+    probs_cW = torch.softmax(logits_cW, 1)
+    return probs_cW, logits_cW.amax(1) - probs_cW.amax(1).log()
+
+
 class _Distill(torch.autograd.Function):
     """Chunked loss with the gradient taken in forward; the plain definition is its reference in the tests."""
 
@@ -159,35 +225,41 @@ class _Distill(torch.autograd.Function):
         for begin in range(0, num_rows, step):
             chunk = slice(begin, begin + step)
             inside_c, argmax_c1 = argmax_n[chunk] >= 0, argmax_n[chunk].clamp_min(0)[:, None]
+            # The teacher's law inside the draft vocabulary, and how much of its mass lies there: target_probs = mass · law.
             if hard:
-                target_probs_cW = torch.zeros(
-                    len(inside_c), len(teacher_head_WD), dtype=exact, device=hidden_JnD.device
-                ).scatter_(1, argmax_c1, inside_c[:, None].to(exact))
+                mass_c = inside_c.to(exact)
+                shape = (len(inside_c), len(teacher_head_WD))
+                law_cW = torch.zeros(shape, dtype=exact, device=mass_c.device).scatter_(1, argmax_c1, mass_c[:, None])
             else:
                 logits_cW = adjust_logits(last_nD[chunk] @ teacher_head_WD.T).to(exact)
-                target_probs_cW = logits_cW.sub_(log_normaliser_n[chunk, None].to(exact)).exp_()
-            mass_c = target_probs_cW.sum(1)
+                law_cW, logsumexp_c = _softmax(logits_cW)
+                mass_c = (logsumexp_c - log_normaliser_n[chunk].to(exact)).exp()
             for j in range(depth):
-                logits_cW = (hidden_JnD[j, chunk] @ wide_J[j].T).to(exact)
-                weight_c, valid_c = weight_Jn[j, chunk].to(exact), weight_Jn[j, chunk] > 0
+                # Only the rows that this depth is trained on; all of them unless it is thinned.
+                index_r = weight_Jn[j, chunk].nonzero()[:, 0]
+                whole = len(index_r) == len(law_cW)
+                law_rW = law_cW if whole else law_cW[index_r]
+                mass_r, inside_r, argmax_r1 = mass_c[index_r], inside_c[index_r], argmax_c1[index_r]
+                weight_r = weight_Jn[j, begin + index_r].to(exact)
+                hidden_rD = hidden_JnD[j, begin + index_r]
+                logits_rW = (hidden_rD @ wide_J[j].T).to(exact)
                 # Right if the target's choice has the largest logit: cheaper than an argmax over the vocabulary.
-                largest_c1 = logits_cW.amax(1, keepdim=True)
-                right_c = (logits_cW.gather(1, argmax_c1) == largest_c1)[:, 0]
-                correct_Jn[j, chunk] = right_c & inside_c & valid_c
-                # -Σ p log q = mass · logsumexp(z) - p · z, which needs no log-probability per token.
-                dot_c = torch.linalg.vecdot(target_probs_cW, logits_cW)
-                draft_probs_cW = logits_cW.sub_(largest_c1).exp_()
-                sum_c1 = draft_probs_cW.sum(1, keepdim=True)
-                row_loss_c = mass_c * (sum_c1.log() + largest_c1)[:, 0] - dot_c
-                loss_J[j] += row_loss_c[valid_c].sum()
-                total += (row_loss_c * weight_c).sum()
-                draft_probs_cW.div_(sum_c1)
-                overlap_J[j] += torch.minimum(draft_probs_cW, target_probs_cW).sum(1)[valid_c].sum()
-                if grad_hidden_JnD is not None:
-                    grad_cW = draft_probs_cW.mul_(mass_c[:, None]).sub_(target_probs_cW).mul_(weight_c[:, None])
-                    narrow_cW = grad_cW.to(hidden_JnD.dtype)
-                    grad_hidden_JnD[j, chunk] = narrow_cW @ wide_J[j]
-                    grad_heads[j % len(heads)] += narrow_cW.T @ hidden_JnD[j, chunk]
+                right_r = logits_rW.gather(1, argmax_r1)[:, 0] == logits_rW.amax(1)
+                correct_Jn[j, begin + index_r] = right_r & inside_r
+                probs_rW, logsumexp_r = _softmax(logits_rW)
+                # -Σ p log q = mass · (logsumexp(z) - law · z), which needs no log-probability per token.
+                dot_r = torch.mul(law_rW, logits_rW, out=logits_rW).sum(1)
+                row_loss_r = mass_r * (logsumexp_r - dot_r)
+                loss_J[j] += row_loss_r.sum()
+                total += (row_loss_r * weight_r).sum()
+                shared_rW = torch.minimum(probs_rW, torch.mul(law_rW, mass_r[:, None], out=logits_rW), out=logits_rW)
+                overlap_J[j] += shared_rW.sum()
+                if grad_hidden_JnD is not None:  # of one row: weight · mass · (q - law)
+                    narrow_rW = probs_rW.sub_(law_rW).to(hidden_JnD.dtype)
+                    scale_r1 = (weight_r * mass_r)[:, None]
+                    grad_rD = (narrow_rW @ wide_J[j]) * scale_r1
+                    grad_hidden_JnD[j, begin + index_r] = grad_rD.to(hidden_JnD.dtype)
+                    grad_heads[j % len(heads)] += narrow_rW.T @ (hidden_rD * scale_r1).to(hidden_JnD.dtype)
         ctx.grad_hidden, ctx.grad_heads = grad_hidden_JnD, grad_heads
         ctx.head_dtypes = [head.dtype for head in heads_J[: len(heads)]]
         stats = {"loss": loss_J.float(), "overlap": overlap_J.float(), "correct": correct_Jn}

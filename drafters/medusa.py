@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from draftsmith.drafters import tree
 from draftsmith.drafters.base import LossParts, Pick, Proposal, Shape, TargetHead, TrainableDrafter, TrainingBatch
 from draftsmith.drafters.layers import ResidualBlock
-from draftsmith.drafters.losses import distill
+from draftsmith.drafters.losses import Starts, distill, trained_starts
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary, offsets
 
 
@@ -36,6 +36,8 @@ class Config:
     """Tokens the draft can propose, the most frequent ones of the training answers; None means all."""
     decay: float = 0.8
     """Weight of head k is decay ** k."""
+    thin: float = 1.0
+    """Share of one head's starts that the next head is trained on: less work, the same expected gradient; 1 means all."""
     loss: Literal["soft", "hard"] = "soft"
     """Cross-entropy towards the target's whole law, or towards its most likely token only."""
 
@@ -46,6 +48,8 @@ class Config:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay is {self.decay}; give a value above 0, at most 1")
+        if not 0 < self.thin <= 1:
+            raise ValueError(f"thin is {self.thin}; give a value above 0, at most 1")
 
 
 class Blocks(nn.Sequential):
@@ -105,10 +109,14 @@ class Model(TrainableDrafter):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def forward(self, batch: TrainingBatch) -> LossParts:
-        last_BTD = batch.last_BTD.to(self.dtype)
-        hidden: list[Tensor] = [block(last_BTD) for block in self.blocks]
-        hard = self.config.loss == "hard"
-        return distill(hidden, self.head_weights(), batch, self.target, self.token_ids_W, self.config.decay, hard=hard)
+        config = self.config
+        trained_KBT = trained_starts(batch, config.num_heads, config.thin)
+        hidden: list[Tensor] = []
+        for block, trained_BT in zip(self.blocks, trained_KBT, strict=True):
+            starts = Starts(trained_BT)
+            hidden.append(starts.place(block(starts.pick(batch.last_BTD).to(self.dtype))))
+        hard, heads = config.loss == "hard", self.head_weights()
+        return distill(hidden, heads, batch, self.target, self.token_ids_W, config.decay, hard=hard, thin=config.thin)
 
     def init(self, batch: int, capacity: int) -> Tensor:
         """The state is the last hidden state, (B, D), of the newest token the target has read."""

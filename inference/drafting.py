@@ -11,7 +11,7 @@ from torch import Tensor
 from draftsmith.drafters.base import Pick
 from draftsmith.drafters.settings import nearest
 from draftsmith.inference import noise
-from draftsmith.inference.sampling import Sampler
+from draftsmith.inference.sampling import Sampler, most_likely
 
 WAYS = ("coupled", "sample", "argmax")
 
@@ -36,13 +36,14 @@ def make_pick(way: str, sampler: Sampler, seeds_B: Tensor, first_position_B: Ten
 
     def pick(logits_BW: Tensor, depth: int, token_ids_W: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if sampler.greedy or way == "argmax":
-            index_B = logits_BW.argmax(-1)
+            index_B = most_likely(logits_BW)
             return (index_B if token_ids_W is None else token_ids_W[index_B]), None
         ids_W = torch.arange(logits_BW.shape[-1], device=logits_BW.device) if token_ids_W is None else token_ids_W
         log_probs_BW = sampler.log_probs(logits_BW)
         positions_B1 = first_position_B[:, None] + depth
         stream = noise.TOKENS if way == "coupled" else noise.DRAFT
-        tokens_B = ids_W[(log_probs_BW + noise.gumbel(seeds_B, positions_B1, ids_W, stream)[:, 0]).argmax(-1)]
+        noise_BW = noise.gumbel(seeds_B, positions_B1, ids_W, stream)[:, 0]
+        tokens_B = ids_W[most_likely(log_probs_BW + noise_BW)]
         if way == "coupled":
             return tokens_B, None
         probs_BV = log_probs_BW.new_zeros(len(logits_BW), vocab_size)

@@ -1,8 +1,8 @@
 """Real acceptance and speed of a drafter on held-out prompts, measured through the verify loop.
 
-Acceptance is measured on all prompts in batches (it does not depend on the batch), speed at batch 1 on some of them: plain and
-speculative decoding of the same prompt one after the other, order alternating. Under a coupled rule both give the same
-tokens in exact arithmetic; where they part, the target is asked again and the report lists how close the two tokens were.
+Acceptance is measured on all prompts in batches (it does not depend on the batch), speed at batch 1 on some of them: each is
+decoded plainly and with each K one after the other, in alternating order. Under a coupled rule all give the same tokens in
+exact arithmetic; where they part, the target is asked again and the report lists how close the two tokens were.
 
 Letters: B sequences, V vocabulary.
 """
@@ -21,9 +21,11 @@ import transformers
 from draftsmith.drafters.base import Drafter
 from draftsmith.inference import metrics, noise
 from draftsmith.inference.conversations import Conversation, prompt_ids, prompt_messages
-from draftsmith.inference.decode import Output, Seconds, Speculation, generate
+from draftsmith.inference.decode import Output, Seconds, Speculation, generate, pad_ids
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.target import Target
+
+SCORED_TOGETHER = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,9 @@ class Settings:
         max_new: tokens per answer.
         batch_size: prompts decoded together when acceptance is measured.
         speed_prompts: prompts on which speed is measured, 0 for none.
+        speed_depths: further draft lengths that are tried for speed alone; their acceptance is that on the speed prompts.
+        speed_temperatures: those at which it is measured; None means all.
+        speed_max_new: tokens per answer there; None means max_new.
         repeats: times that each of them is decoded both ways.
         seed: prompt i is sampled with seed + i.
     """
@@ -51,6 +56,9 @@ class Settings:
     max_new: int = 128
     batch_size: int = 32
     speed_prompts: int = 8
+    speed_depths: tuple[int, ...] = ()
+    speed_temperatures: tuple[float, ...] | None = None
+    speed_max_new: int | None = None
     repeats: int = 1
     seed: int = 0
 
@@ -64,32 +72,43 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measures everything; returns `{"record": provenance, "results": [one per temperature and K]}` (JSON-ready)."""
     drafter.bind(target)
-    speculations = [Speculation(drafter, depth, settings.rule, settings.way) for depth in settings.depths]
+    speculations = [
+        Speculation(drafter, depth, settings.rule, settings.way) for depth in (*settings.depths, *settings.speed_depths)
+    ]
     prompts = [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in conversations]
-    results = []
+    results: list[dict[str, Any]] = []
     for temperature in settings.temperatures:
         sampler = Sampler(temperature, settings.top_k, settings.top_p)
         if settings.rule == "coupled":  # the only rule that promises the same tokens
             say(f"temperature {temperature:g}: plain decoding of {len(prompts)} prompts")
             plain = _decode(target, prompts, sampler, None, settings)
-        for speculation in speculations:
-            say(f"temperature {temperature:g}: K = {speculation.depth}, acceptance on {len(prompts)} prompts")
-            outputs = _decode(target, prompts, sampler, speculation, settings)
-            result: dict[str, Any] = {
+        speeds: list[dict[str, Any]] = [{} for _ in speculations]
+        if settings.speed_prompts and temperature in (settings.speed_temperatures or settings.temperatures):
+            say(f"temperature {temperature:g}: speed on {settings.speed_prompts} prompts, plain and speculative")
+            chosen = spread(len(prompts), settings.speed_prompts)
+            speeds = measure_speed(target, [prompts[i] for i in chosen], sampler, speculations, settings)
+        for number, (speculation, speed) in enumerate(zip(speculations, speeds, strict=True)):
+            kind = {
                 "temperature": temperature,
                 "k": speculation.depth,
                 "rule": settings.rule,
                 "lossless": speculation.lossless,
+            }
+            if number >= len(settings.depths):
+                if speed:
+                    results.append({**kind, "speed_only": True, "categories": {}, **speed})
+                continue
+            say(f"temperature {temperature:g}: K = {speculation.depth}, acceptance on {len(prompts)} prompts")
+            outputs = _decode(target, prompts, sampler, speculation, settings)
+            result: dict[str, Any] = {
+                **kind,
+                **speed,
                 **metrics.acceptance(outputs),
                 "categories": _by_category(conversations, outputs),
                 "output_hash": _hash([output.ids for output in outputs]),
             }
             if settings.rule == "coupled":
                 result["agreement"] = agreement(target, prompts, plain, outputs, sampler, settings.seed)
-            if settings.speed_prompts:
-                say(f"temperature {temperature:g}: K = {speculation.depth}, speed on {settings.speed_prompts} prompts")
-                chosen = spread(len(prompts), settings.speed_prompts)
-                result |= measure_speed(target, [prompts[i] for i in chosen], sampler, speculation, settings)
             results.append(result)
     return {"record": _record(target, drafter, conversations, settings), "results": results}
 
@@ -107,12 +126,18 @@ def agreement(
     The margin is the difference of the two tokens' scores under plain decoding: logits at temperature 0, else log-probability
     plus keyed noise. In fp32 anything above 1e-4 is a fault; in half precision margins are of the order of its rounding.
     """
+    places = {
+        index: next(i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=False)) if x != y)
+        for index, (a, b) in enumerate(zip(plain, speculative, strict=True))
+        if a.ids != b.ids
+    }
     divergences = []
-    for index, (a, b) in enumerate(zip(plain, speculative, strict=True)):
-        if a.ids != b.ids:
-            place = next(i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=False)) if x != y)
-            scores = _scores(target, [*prompts[index], *a.ids[:place]], sampler, seed + index)
-            margin = abs(float(scores[a.ids[place]] - scores[b.ids[place]]))
+    for begin in range(0, len(places), SCORED_TOGETHER):
+        chosen = list(places)[begin : begin + SCORED_TOGETHER]
+        contexts = [[*prompts[index], *plain[index].ids[: places[index]]] for index in chosen]
+        for index, scores_V in zip(chosen, _scores(target, contexts, sampler, [seed + i for i in chosen]), strict=True):
+            place = places[index]
+            margin = abs(float(scores_V[plain[index].ids[place]] - scores_V[speculative[index].ids[place]]))
             divergences.append({"prompt": index, "position": place, "margin": margin})
     return {
         "identical": len(plain) - len(divergences),
@@ -123,49 +148,61 @@ def agreement(
 
 
 def measure_speed(
-    target: Target, prompts: Sequence[list[int]], sampler: Sampler, speculation: Speculation, settings: Settings
-) -> dict[str, Any]:
-    """Plain and speculative decoding of each prompt at batch 1, interleaved: tokens/s, speed-up, and where the time goes."""
-    total = {True: Seconds(), False: Seconds()}
-    pairs: list[tuple[int, float, int, float]] = []  # per prompt: plain tokens and seconds, speculative ones
+    target: Target,
+    prompts: Sequence[list[int]],
+    sampler: Sampler,
+    speculations: Sequence[Speculation],
+    settings: Settings,
+) -> list[dict[str, Any]]:
+    """Plain decoding of each prompt at batch 1, interleaved with each way of speculating: tokens/s, speed-up, where the
+    time goes. Empty where every answer ended with the token that the prefill yields."""
+    ways: list[Speculation | None] = [None, *speculations]
+    total = [Seconds() for _ in ways]
+    outputs: list[list[Output]] = [[] for _ in ways]
+    runs: list[list[tuple[int, float]]] = []  # per prompt, and per way: tokens and seconds
     for number in range(-1, len(prompts) * settings.repeats):  # the first pass warms up and is not counted
         index = max(number, 0) % len(prompts)
-        measured = {}
-        for speculative in (True, False) if number % 2 else (False, True):
+        measured = [(0, 0.0)] * len(ways)
+        for i in range(len(ways)) if number % 2 else reversed(range(len(ways))):
             seconds = Seconds()
             output = generate(
                 target,
                 [prompts[index]],
-                max_new=settings.max_new,
+                max_new=settings.speed_max_new or settings.max_new,
                 sampler=sampler,
-                speculation=speculation if speculative else None,
+                speculation=ways[i],
                 seeds=[settings.seed + index],
                 seconds=seconds,
             )[0]
-            measured[speculative] = (len(output.ids) - 1, seconds.decode)
+            measured[i] = (len(output.ids) - 1, seconds.decode)
             if number >= 0:
+                outputs[i].append(output)
                 for field in dataclasses.fields(Seconds):
-                    value = getattr(total[speculative], field.name) + getattr(seconds, field.name)
-                    setattr(total[speculative], field.name, value)
-        if number >= 0 and measured[False][0] and measured[True][0]:
-            pairs.append((*measured[False], *measured[True]))
-    if not pairs:  # every answer ended with the token that the prefill yields
-        return {}
-    plain_step = total[False].decode / max(1, total[False].rounds)
-    rounds = max(1, total[True].rounds)
-    costs = {
-        "draft": total[True].draft / rounds / plain_step,
-        "verify": total[True].verify / rounds / plain_step,
-        "other": total[True].other / rounds / plain_step,
-    }
-    tokens = sum(pair[2] for pair in pairs)
+                    setattr(total[i], field.name, getattr(total[i], field.name) + getattr(seconds, field.name))
+        if number >= 0 and all(tokens for tokens, _ in measured):
+            runs.append(measured)
+    if not runs:
+        return [{} for _ in speculations]
+    plain_step = total[0].decode / max(1, total[0].rounds)
+    return [
+        metrics.acceptance(outputs[i]) | _speed([(*run[0], *run[i]) for run in runs], total[i], plain_step)
+        for i in range(1, len(ways))
+    ]
+
+
+def _speed(pairs: Sequence[tuple[int, float, int, float]], total: Seconds, plain_step: float) -> dict[str, Any]:
+    """Of one way of speculating; a pair is a prompt's plain tokens and seconds, then the speculative ones."""
+    plain_tokens, plain_seconds, tokens, seconds = (sum(column) for column in zip(*pairs, strict=True))
+    rounds = max(1, total.rounds)
+    costs = {name: getattr(total, name) / rounds / plain_step for name in ("draft", "verify", "other")}
     return {
-        "plain_tokens_per_second": sum(p[0] for p in pairs) / sum(p[1] for p in pairs),
-        "tokens_per_second": tokens / sum(p[3] for p in pairs),
+        "plain_tokens_per_second": plain_tokens / plain_seconds,
+        "tokens_per_second": tokens / seconds,
         "speedup": metrics.pooled(pairs, _speedup),
         "speedup_predicted": tokens / rounds / sum(costs.values()),
         "round_cost": costs,
         "plain_step_seconds": plain_step,
+        "speed_prompts": len(pairs),
     }
 
 
@@ -217,22 +254,17 @@ def _decode(
 
 
 @torch.inference_mode()
-def _scores(target: Target, ids: list[int], sampler: Sampler, seed: int) -> torch.Tensor:
-    """What plain decoding maximises for the token that follows `ids`: (V)."""
-    out = target.forward(
-        torch.tensor([ids], device=target.device),
-        target.new_cache(1, len(ids)),
-        logits_at_B=torch.tensor([len(ids) - 1], device=target.device),
-    )
-    logits_V = out.logits[0, 0].to(torch.promote_types(out.logits.dtype, torch.float32))
+def _scores(target: Target, contexts: Sequence[list[int]], sampler: Sampler, seeds: Sequence[int]) -> torch.Tensor:
+    """What plain decoding maximises for the token that follows each context: (B, V)."""
+    lengths_B = torch.tensor([len(ids) for ids in contexts], device=target.device)
+    _, last_BTD = target.hidden(pad_ids(contexts).to(target.device))
+    logits_BV = target.unembed(last_BTD[torch.arange(len(contexts)), lengths_B - 1])
+    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     if sampler.greedy:
-        return logits_V
-    token_ids_V = torch.arange(len(logits_V), device=target.device)
-    position = torch.tensor([[len(ids)]], device=target.device)
-    return (
-        sampler.log_probs(logits_V)
-        + noise.gumbel(torch.tensor([seed], device=target.device), position, token_ids_V)[0, 0]
-    )
+        return logits_BV
+    token_ids_V = torch.arange(logits_BV.shape[1], device=target.device)
+    seeds_B = torch.tensor(seeds, device=target.device)
+    return sampler.log_probs(logits_BV) + noise.gumbel(seeds_B, lengths_B[:, None], token_ids_V)[:, 0]
 
 
 def _by_category(conversations: Sequence[Conversation], outputs: Sequence[Output]) -> dict[str, metrics.Interval]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from draftsmith.drafters import tree
 from draftsmith.drafters.base import Proposal
 from draftsmith.inference import noise
+from draftsmith.inference.sampling import most_likely
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,9 +62,9 @@ def coupled(proposal: Proposal, log_probs_BRV: Tensor, keys: Keys) -> Verdict:
 def emit(log_probs_BRV: Tensor, keys: Keys) -> Tensor:
     """The target's own tokens, int64 (B, R): a draw from each row's law by the Gumbel-max trick; plain decoding is this alone."""
     if keys.greedy:
-        return log_probs_BRV.argmax(-1)
+        return most_likely(log_probs_BRV)
     token_ids_V = torch.arange(log_probs_BRV.shape[-1], device=log_probs_BRV.device)
-    return (log_probs_BRV + noise.gumbel(keys.seeds_B, keys.positions_BR, token_ids_V)).argmax(-1)
+    return most_likely(log_probs_BRV + noise.gumbel(keys.seeds_B, keys.positions_BR, token_ids_V))
 
 
 def follow(proposal: Proposal, choice_BR: Tensor) -> Verdict:

@@ -143,6 +143,11 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--num-prompts", type=int, default=None, metavar="N", help="use so many, evenly spread")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="for acceptance (default 32)")
     parser.add_argument("--speed-prompts", type=int, default=8, metavar="N", help="for speed at batch 1; 0 for none")
+    parser.add_argument("--speed-k", type=_integers, default=(), metavar="K[,K]", help="tried for speed alone")
+    parser.add_argument(
+        "--speed-temperatures", type=_numbers, default=None, metavar="T[,T]", help="measure speed at these only"
+    )
+    parser.add_argument("--speed-max-new", type=int, default=None, metavar="N", help="tokens per answer for speed")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of each speed prompt (default 1)")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument("--json", metavar="FILE", help="where to write the report")
@@ -155,13 +160,18 @@ def _eval(options: argparse.Namespace) -> None:
     from draftsmith.inference.evaluate import Settings, evaluate, spread
     from draftsmith.scripts.tables import eval_table
 
-    _positive(options, "max_new", "batch_size", "repeats")
+    _positive(
+        options, "max_new", "batch_size", "repeats", *(["speed_max_new"] if options.speed_max_new is not None else [])
+    )
     conversations = read_conversations(options.prompts)
     if options.num_prompts is not None:
         _positive(options, "num_prompts")
         conversations = [conversations[i] for i in spread(len(conversations), options.num_prompts)]
     if options.json and not Path(options.json).parent.is_dir():
         raise ValueError(f"the folder of {options.json} does not exist; create it first")
+    unmeasured = set(options.speed_temperatures or ()) - set(options.temperature)
+    if unmeasured:
+        raise ValueError(f"--speed-temperatures has {sorted(unmeasured)}, which --temperature has not")
     settings = Settings(
         depths=options.k,
         temperatures=options.temperature,
@@ -172,6 +182,9 @@ def _eval(options: argparse.Namespace) -> None:
         max_new=options.max_new,
         batch_size=options.batch_size,
         speed_prompts=options.speed_prompts,
+        speed_depths=options.speed_k,
+        speed_temperatures=options.speed_temperatures,
+        speed_max_new=options.speed_max_new,
         repeats=options.repeats,
         seed=options.seed,
     )

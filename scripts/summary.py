@@ -33,7 +33,8 @@ def summary(runs: list[Path]) -> str:
         for temperature in sorted({r["temperature"] for r in report["results"]}):
             results = [r for r in report["results"] if r["temperature"] == temperature]
             deep = max(results, key=lambda r: r["k"])
-            fast = max(results, key=lambda r: r["speedup"]["value"])
+            timed = [r for r in results if "speedup" in r]
+            fast = max(timed, key=lambda r: r["speedup"]["value"], default=None)
             cells = [
                 run.name,
                 f"{record['drafter_parameters'] / 1e6:.1f} M",
@@ -41,11 +42,12 @@ def summary(runs: list[Path]) -> str:
                 f"{temperature:g}",
                 interval(deep["tokens_per_round"]),
                 " ".join(f"{a:.2f}" for a in deep["cond_accept"] if a is not None),
-                str(fast["k"]),
-                f"{fast['plain_tokens_per_second']:.1f}",
-                f"{fast['tokens_per_second']:.1f}",
-                interval(fast["speedup"]),
             ]
+            if fast is None:
+                cells += ["-"] * 4
+            else:
+                rates = [f"{fast[name]:.1f}" for name in ("plain_tokens_per_second", "tokens_per_second")]
+                cells += [str(fast["k"]), *rates, interval(fast["speedup"])]
             lines.append("| " + " | ".join(cells) + " |")
     record = next(iter(reports.values()))["record"]
     agreements = [r["agreement"] for report in reports.values() for r in report["results"]]
@@ -56,7 +58,7 @@ def summary(runs: list[Path]) -> str:
         "",
         f"Target {record['target']} ({record['target_parameters'] / 1e6:.0f} M parameters, {record['dtype']}), "
         f"{record['num_prompts']} held-out prompts, {record['threads']} threads, {versions}. "
-        "tau: tokens per target pass; intervals: 95 %, bootstrap over prompts.",
+        "tau: tokens per target pass; speed at batch 1; intervals: 95 %, bootstrap over prompts.",
         f"Lossless: {identical} of {total} outputs identical to plain decoding; where {record['dtype']} rounding parts them, "
         f"the two tokens' scores differ by at most {worst:.2g}.",
     ]

@@ -30,13 +30,15 @@ def eval_table(report: dict[str, Any]) -> str:
             s = r["speedup"]
             row += [f"{r['plain_tokens_per_second']:.1f}", f"{r['tokens_per_second']:.1f}"]
             row += [f"{s['value']:.2f} [{s['low']:.2f}, {s['high']:.2f}]", f"{r['speedup_predicted']:.2f}"]
+        if r.get("speed_only"):
+            row[2] += f" on {r['speed_prompts']} prompts"
         rows.append(tuple(row + ["-"] * (len(header) - len(row))))
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "-" * len(lines[0]))
     first = f"{record['drafter']} ({record['drafter_parameters'] / 1e6:.1f} M parameters) for {record['target']}"
     out = [f"{first}, {record['dtype']}, {record['num_prompts']} prompts", "", *lines, ""]
-    for r in results:
+    for r in (r for r in results if r["categories"]):
         categories = ", ".join(f"{name} {value['value']:.2f}" for name, value in r["categories"].items())
         out.append(f"T = {r['temperature']:g}, K = {r['k']}, tau by category: {categories}")
     out.append("")

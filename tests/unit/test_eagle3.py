@@ -126,11 +126,25 @@ def test_training_forward_equals_the_written_contract(
     outputs, features_BTF = training_outputs(monkeypatch, drafter, [IDS, IDS[:5]])
     contract = Contract(drafter, options)
     for row, ids in enumerate([IDS, IDS[:5]]):
-        for start in range(len(ids) - 1):
+        for start in range(len(ids) - 2):  # later ones have nothing to predict and are left out
             depth = min(3, len(ids) - 2 - start)
             for j, expected_D in enumerate(contract.outputs(ids, features_BTF[row], start, depth)):
                 # The rotary tables of the code are fp32: that is the difference that is left.
                 torch.testing.assert_close(outputs[j][row, start], expected_D, rtol=1e-5, atol=1e-5)
+
+
+def test_thinning_changes_which_starts_run_but_nothing_at_those_that_do(
+    monkeypatch: pytest.MonkeyPatch, toy: SimpleNamespace
+) -> None:
+    sequences = [list(range(3, 33)), list(range(10, 27))]
+    full, _ = training_outputs(monkeypatch, make(toy, norm_output=True), sequences)
+    thin, _ = training_outputs(monkeypatch, make(toy, norm_output=True, thin=0.5), sequences)
+    shares = []
+    for ours, whole in zip(thin, full, strict=True):
+        ran_BT = ours.abs().sum(-1) > 0
+        shares.append(float(ran_BT.sum() / (whole.abs().sum(-1) > 0).sum()))
+        torch.testing.assert_close(ours[ran_BT], whole[ran_BT], rtol=1e-12, atol=1e-12)
+    assert shares[0] == 1 and 0.2 < shares[1] < 0.8 and 0 < shares[2] < 0.5
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "default")

@@ -1,5 +1,6 @@
 """Evaluation end to end on a toy target with a tokenizer, and its agreement report on a planted divergence."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +77,18 @@ def test_the_ratio_rule_is_evaluated_without_an_agreement(toy: SimpleNamespace, 
     settings = Settings(depths=(2,), temperatures=(1.0,), rule="ratio", max_new=6, speed_prompts=0)
     (result,) = evaluate(target, drafter, CONVERSATIONS, settings, say=lambda line: None)["results"]
     assert "agreement" not in result and "speedup" not in result and result["lossless"] is True
+
+
+def test_speed_is_measured_at_the_chosen_temperatures_only(toy: SimpleNamespace, target: Target) -> None:
+    drafter = toy.make_drafter("medusa", target)
+    settings = Settings(depths=(1, 2), temperatures=(0.0, 1.0), max_new=6, speed_prompts=1, speed_temperatures=(1.0,))
+    settings = dataclasses.replace(settings, speed_depths=(3,), speed_max_new=4)
+    results = evaluate(target, drafter, CONVERSATIONS, settings, say=lambda line: None)["results"]
+    found = [(r["temperature"], r["k"], "speedup" in r, "agreement" in r) for r in results]
+    whole = [(t, k, t == 1.0, True) for t in (0.0, 1.0) for k in (1, 2)]
+    assert found == [*whole, (1.0, 3, True, False)]
+    assert len({r["plain_tokens_per_second"] for r in results[2:]}) == 1  # one plain run for all K
+    assert results[4]["speed_only"] and results[4]["speed_prompts"] == 1 and results[4]["rounds"] <= 3
 
 
 def test_answers_of_one_token_are_evaluated(toy: SimpleNamespace, target: Target) -> None:

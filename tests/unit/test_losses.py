@@ -246,3 +246,51 @@ def test_metric_sums_of_two_batches_summarise_like_one() -> None:
     once = losses.distill(hidden, [weight], batch, head, None, 1.0).metrics
     twice = {name: value + value for name, value in once.items()}
     assert losses.summarise(twice) == pytest.approx(losses.summarise(once))
+
+
+def thin_batch(head: Head) -> TrainingBatch:
+    return random_batch(head, [[False, False] + [True] * 28, [False] * 10 + [True] * 12 + [False] * 8])
+
+
+def test_thinned_depths_are_nested_shares_of_the_starts() -> None:
+    head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64))
+    batch = random_batch(head, [[False, False] + [True] * 998] * 4)
+    full_JBT, thin_JBT = losses.trained_starts(batch, 3), losses.trained_starts(batch, 3, 0.5)
+    assert torch.equal(full_JBT[0], thin_JBT[0])
+    assert not (thin_JBT & ~full_JBT).any()
+    assert not (thin_JBT[2, :, :-3] & ~thin_JBT[1, :, :-3]).any()
+    for j, share in enumerate((1.0, 0.5, 0.25)):
+        assert float(thin_JBT[j].sum() / full_JBT[j].sum()) == pytest.approx(share, abs=0.03)
+
+
+def test_a_thinned_loss_is_the_plain_one_over_the_kept_starts_with_larger_weights() -> None:
+    torch.manual_seed(3)
+    head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64))
+    batch, thin, decay = thin_batch(head), 0.5, 0.8
+    hidden = [torch.randn(2, 30, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    weight_WD = torch.randn(VOCAB, WIDTH, dtype=torch.float64, requires_grad=True)
+    parts = losses.distill(hidden, [weight_WD], batch, head, None, decay, thin=thin)
+    total = torch.zeros((), dtype=torch.float64)
+    for j, b, p in losses.trained_starts(batch, 3, thin).nonzero().tolist():
+        target_probs_V = torch.softmax(head.logits(batch.last_BTD[b, p + 1 + j]), -1)
+        log_probs_V = torch.log_softmax(weight_WD @ hidden[j][b, p], -1)
+        total = total - (decay / thin) ** j * (target_probs_V * log_probs_V).sum()
+    torch.testing.assert_close(parts.sum, total, rtol=1e-12, atol=1e-12)
+    got, expected = (torch.autograd.grad(value, [*hidden, weight_WD]) for value in (parts.sum, total))
+    for ours, plain in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12)
+    assert parts.metrics["supervised"].tolist() == losses.trained_starts(batch, 3, thin).sum((1, 2)).tolist()
+
+
+def test_starts_pad_and_place_are_inverse_to_unpad_and_pick() -> None:
+    active_BT = torch.tensor([[False, True, True, False, True], [False, False, False, True, False]])
+    starts = losses.Starts(active_BT)
+    x_BTD = torch.randn(2, 5, 3)
+    picked_nD = starts.pick(x_BTD)
+    assert torch.equal(picked_nD, x_BTD[active_BT])
+    assert torch.equal(starts.place(picked_nD), x_BTD * active_BT[..., None])
+    padded_BAD = starts.pad(picked_nD)
+    assert padded_BAD.shape == (2, 3, 3) and torch.equal(padded_BAD[1, 1:], torch.zeros(2, 3))
+    assert torch.equal(starts.unpad(padded_BAD), picked_nD)
+    fewer = losses.Starts(active_BT & torch.tensor([True, True, False, True, True]))
+    assert torch.equal(picked_nD[fewer.among(starts)], fewer.pick(x_BTD))

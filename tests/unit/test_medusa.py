@@ -75,12 +75,13 @@ def test_training_and_drafting_equal_the_written_contract(
     weights = drafter.state_dict()
     drafted = drafted_logits(drafter, batch.last_BTD, [6, 3])
     for k in range(3):
-        for row, position in [(0, 0), (0, 5), (1, 2)]:
+        for row, position in [(0, 0), (0, 3), (0, 5), (1, 0), (1, 2)]:
             z = batch.last_BTD[row, position]
             for i in range(num_layers):
                 x = weights[f"blocks.{k}.{i}.linear.weight"] @ z + weights[f"blocks.{k}.{i}.linear.bias"]
                 z = z + x / (1 + torch.exp(-x))
-            torch.testing.assert_close(seen["hidden"][k][row, position], z, rtol=1e-12, atol=1e-12)
+            if position + 2 + k < len(rows[row].ids):  # training leaves out starts that have nothing to predict
+                torch.testing.assert_close(seen["hidden"][k][row, position], z, rtol=1e-12, atol=1e-12)
             if position == len(rows[row].ids) - 1:  # drafting starts from the newest position
                 head_WD = (
                     weights[f"lm_heads.{k}.weight"]
