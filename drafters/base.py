@@ -156,6 +156,7 @@ class TrainingBatch:
         last_BTD: the target's state after the final norm, from which the teacher's logits follow.
         log_normaliser_BT: fp32, log-sum-exp of the teacher's logits over the whole vocabulary.
         argmax_BT: int64, the teacher's most likely next token.
+        epoch: which pass over the data this is; thinned depths choose other starts in each.
     """
 
     ids_BT: Tensor
@@ -164,6 +165,7 @@ class TrainingBatch:
     last_BTD: Tensor
     log_normaliser_BT: Tensor
     argmax_BT: Tensor
+    epoch: int = 0
 
 
 class TrainableDrafter(nn.Module, Drafter):

@@ -10,7 +10,8 @@ normalised output back. Parameter names follow the layout that serving engines l
 Departures: the embedding is the target's, frozen and never stored; head rows start as the target's; probability outside
 the draft vocabulary counts as a miss instead of being renormalised away.
 
-Letters: B sequences, T positions, C observed tokens, D width, F captured width, W draft vocabulary, R queries, S keys.
+Letters: B sequences, T positions, n trained starts, A starts of one sequence, C observed tokens, R queries, S keys, H heads,
+E head width, D width, F captured width, W draft vocabulary.
 """
 
 import dataclasses

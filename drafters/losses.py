@@ -12,9 +12,10 @@ Where a draft position lives: the draft state at start p and depth j predicts to
 law at m = p + 1 + j, and it counts where the target itself generated token m + 1.
 
 Deeper depths matter less and may be thinned: depth j is then trained on a share `thin ** j` of the starts, nested and chosen
-by a hash of the text, with weights `1 / thin ** j`. The expected gradient is the same, at a fraction of the work.
+by a hash of text and epoch, with weights `1 / thin ** j`. The expected gradient is the same, at a fraction of the work.
 
-Letters: J depths, B sequences, T positions, n supervised rows (b, m), D width, W draft vocabulary.
+Letters: J depths, B sequences, T positions, n supervised rows (b, m) or starts (b, p), A starts of one sequence,
+c rows of a chunk, r those of them that a depth is trained on, D width, W draft vocabulary.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def distill(
     """The loss of J draft depths against one frozen target.
 
     Args:
-        hidden: J tensors (B, T, D), what goes into the draft head at start p (entries past the end are ignored).
+        hidden: J tensors (B, T, D), what goes into the draft head at start p (untrained starts are ignored).
         heads: J weights (W, D), or one weight for all depths.
         batch: the training sequences.
         target: whose law is learned; the rows of its head that belong to the draft vocabulary are read.
@@ -103,10 +104,15 @@ def trained_starts(batch: TrainingBatch, depth: int, thin: float = 1.0) -> Tenso
     trained_JBT = torch.stack([shift(mask_BT[:, 2 + j :], (0, min(2 + j, mask_BT.shape[1]))) for j in range(depth)])
     if thin == 1:
         return trained_JBT
-    # One number in [0, 1) per start, from its text alone: padding, batch composition and resuming cannot change it.
-    mixed_BT = ids_BT * 40503 + ids_BT.roll(-1, 1) * 30011 + torch.arange(ids_BT.shape[1], device=ids_BT.device) * 12289
-    uniform_BT = (mixed_BT % 65537 * 75 % 65537) / 65537
-    return trained_JBT & (uniform_BT < thin ** torch.arange(depth, device=ids_BT.device)[:, None, None])
+    # One number in [0, 1) per start, from text and epoch alone: padding, batch composition and resuming cannot change it.
+    position_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    mixed_BT = (
+        ids_BT * 0x9E3779B1 + ids_BT.roll(-1, 1) * 0x85EBCA77 + position_T * 0xC2B2AE3D + batch.epoch * 0x27D4EB2F
+    )
+    for shift_right, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
+        mixed_BT = mixed_BT & 0xFFFFFFFF
+        mixed_BT = (mixed_BT ^ (mixed_BT >> shift_right)) * factor
+    return trained_JBT & (mixed_BT / 2**32 < thin ** torch.arange(depth, device=ids_BT.device)[:, None, None])
 
 
 class Starts:

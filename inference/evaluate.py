@@ -44,7 +44,7 @@ class Settings:
         speed_temperatures: those at which it is measured; None means all.
         speed_max_new: tokens per answer there; None means max_new.
         repeats: times that each of them is decoded both ways.
-        seed: prompt i is sampled with seed + i.
+        seed: prompt i (of all, or of the speed prompts) is sampled with seed + i.
     """
 
     depths: tuple[int, ...] = (5,)
@@ -82,32 +82,35 @@ def evaluate(
         if settings.rule == "coupled":  # the only rule that promises the same tokens
             say(f"temperature {temperature:g}: plain decoding of {len(prompts)} prompts")
             plain = _decode(target, prompts, sampler, None, settings)
-        speeds: list[dict[str, Any]] = [{} for _ in speculations]
-        if settings.speed_prompts and temperature in (settings.speed_temperatures or settings.temperatures):
+        timed = settings.temperatures if settings.speed_temperatures is None else settings.speed_temperatures
+        speeds: list[tuple[dict[str, Any], list[Output]]] = [({}, [])] * len(speculations)
+        if settings.speed_prompts and temperature in timed:
             say(f"temperature {temperature:g}: speed on {settings.speed_prompts} prompts, plain and speculative")
             chosen = spread(len(prompts), settings.speed_prompts)
             speeds = measure_speed(target, [prompts[i] for i in chosen], sampler, speculations, settings)
-        for number, (speculation, speed) in enumerate(zip(speculations, speeds, strict=True)):
-            kind = {
+        for number, (speculation, (speed, outputs)) in enumerate(zip(speculations, speeds, strict=True)):
+            speed_only = number >= len(settings.depths)
+            if speed_only and not speed:
+                continue
+            if not speed_only:
+                say(f"temperature {temperature:g}: K = {speculation.depth}, acceptance on {len(prompts)} prompts")
+                outputs = _decode(target, prompts, sampler, speculation, settings)
+            result: dict[str, Any] = {
                 "temperature": temperature,
                 "k": speculation.depth,
                 "rule": settings.rule,
                 "lossless": speculation.lossless,
-            }
-            if number >= len(settings.depths):
-                if speed:
-                    results.append({**kind, "speed_only": True, "categories": {}, **speed})
-                continue
-            say(f"temperature {temperature:g}: K = {speculation.depth}, acceptance on {len(prompts)} prompts")
-            outputs = _decode(target, prompts, sampler, speculation, settings)
-            result: dict[str, Any] = {
-                **kind,
-                **speed,
+                "speed_only": speed_only,
                 **metrics.acceptance(outputs),
-                "categories": _by_category(conversations, outputs),
-                "output_hash": _hash([output.ids for output in outputs]),
+                **speed,
             }
-            if settings.rule == "coupled":
+            if speed:  # what this acceptance buys at the costs measured on the speed prompts
+                tau = result["tokens_per_round"]["value"]
+                result["speedup_predicted"] = tau / sum(speed["round_cost"].values())
+            if not speed_only:
+                result["categories"] = _by_category(conversations, outputs)
+                result["output_hash"] = _hash([output.ids for output in outputs])
+            if settings.rule == "coupled" and not speed_only:
                 result["agreement"] = agreement(target, prompts, plain, outputs, sampler, settings.seed)
             results.append(result)
     return {"record": _record(target, drafter, conversations, settings), "results": results}
@@ -153,41 +156,39 @@ def measure_speed(
     sampler: Sampler,
     speculations: Sequence[Speculation],
     settings: Settings,
-) -> list[dict[str, Any]]:
+) -> list[tuple[dict[str, Any], list[Output]]]:
     """Plain decoding of each prompt at batch 1, interleaved with each way of speculating: tokens/s, speed-up, where the
-    time goes. Empty where every answer ended with the token that the prefill yields."""
+    time goes (empty where every answer ended with the token that the prefill yields), and the outputs, for each way."""
     ways: list[Speculation | None] = [None, *speculations]
     total = [Seconds() for _ in ways]
     outputs: list[list[Output]] = [[] for _ in ways]
-    runs: list[list[tuple[int, float]]] = []  # per prompt, and per way: tokens and seconds
+    spent = [[(0, 0.0)] * len(prompts) for _ in ways]  # per way and prompt: tokens and seconds, over all repeats
     for number in range(-1, len(prompts) * settings.repeats):  # the first pass warms up and is not counted
         index = max(number, 0) % len(prompts)
-        measured = [(0, 0.0)] * len(ways)
         for i in range(len(ways)) if number % 2 else reversed(range(len(ways))):
             seconds = Seconds()
             output = generate(
                 target,
                 [prompts[index]],
-                max_new=settings.speed_max_new or settings.max_new,
+                max_new=settings.max_new if settings.speed_max_new is None else settings.speed_max_new,
                 sampler=sampler,
                 speculation=ways[i],
                 seeds=[settings.seed + index],
                 seconds=seconds,
             )[0]
-            measured[i] = (len(output.ids) - 1, seconds.decode)
-            if number >= 0:
+            if number < 0:
+                continue
+            if number < len(prompts):
                 outputs[i].append(output)
-                for field in dataclasses.fields(Seconds):
-                    setattr(total[i], field.name, getattr(total[i], field.name) + getattr(seconds, field.name))
-        if number >= 0 and all(tokens for tokens, _ in measured):
-            runs.append(measured)
-    if not runs:
-        return [{} for _ in speculations]
-    plain_step = total[0].decode / max(1, total[0].rounds)
-    return [
-        metrics.acceptance(outputs[i]) | _speed([(*run[0], *run[i]) for run in runs], total[i], plain_step)
-        for i in range(1, len(ways))
-    ]
+            tokens, elapsed = spent[i][index]
+            spent[i][index] = (tokens + len(output.ids) - 1, elapsed + seconds.decode)
+            for field in dataclasses.fields(Seconds):
+                setattr(total[i], field.name, getattr(total[i], field.name) + getattr(seconds, field.name))
+    speeds = []
+    for i in range(1, len(ways)):
+        pairs = [(*plain, *other) for plain, other in zip(spent[0], spent[i], strict=True) if plain[0] and other[0]]
+        speeds.append((_speed(pairs, total[i], total[0].decode / max(1, total[0].rounds)) if pairs else {}, outputs[i]))
+    return speeds
 
 
 def _speed(pairs: Sequence[tuple[int, float, int, float]], total: Seconds, plain_step: float) -> dict[str, Any]:
@@ -199,7 +200,6 @@ def _speed(pairs: Sequence[tuple[int, float, int, float]], total: Seconds, plain
         "plain_tokens_per_second": plain_tokens / plain_seconds,
         "tokens_per_second": tokens / seconds,
         "speedup": metrics.pooled(pairs, _speedup),
-        "speedup_predicted": tokens / rounds / sum(costs.values()),
         "round_cost": costs,
         "plain_step_seconds": plain_step,
         "speed_prompts": len(pairs),

@@ -18,7 +18,7 @@ DEFINITIONS = {
     "cond_accept": "for i = 1..K: rounds with >= i accepted / rounds with >= i - 1 accepted",
     "uncond_accept": "for i = 1..K: rounds with >= i accepted / rounds",
     "speedup": "tokens/s with / without speculation, the same prompts at batch 1, interleaved in one run, prefill excluded",
-    "speedup_predicted": "tokens_per_round / (draft + verify + other time of a round, in units of a plain step)",
+    "speedup_predicted": "tokens_per_round / (draft + verify + other time of a round on the speed prompts, in plain steps)",
 }
 
 Rounds = Sequence[tuple[int, int, int]]

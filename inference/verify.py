@@ -105,7 +105,7 @@ def ratio(proposal: Proposal, log_probs_BRV: Tensor, keys: Keys) -> Verdict:
     position_B1 = keys.positions_BR.gather(1, num_accepted_B[:, None])
     token_ids_V = torch.arange(law_BV.shape[-1], device=law_BV.device)
     noise_BV = noise.gumbel(keys.seeds_B, position_B1, token_ids_V, noise.RESIDUAL)[:, 0]
-    next_B = (law_BV.log() + noise_BV).argmax(-1)
+    next_B = most_likely(law_BV.log() + noise_BV)
     rows_BP = torch.arange(num_nodes + 1, device=tokens_BN.device).minimum(num_accepted_B[:, None])
     emitted_BP = torch.cat([tokens_BN, next_B[:, None]], 1).scatter(1, num_accepted_B[:, None], next_B[:, None])
     return Verdict(num_accepted_B, rows_BP, emitted_BP)

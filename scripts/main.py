@@ -160,12 +160,13 @@ def _eval(options: argparse.Namespace) -> None:
     from draftsmith.inference.evaluate import Settings, evaluate, spread
     from draftsmith.scripts.tables import eval_table
 
-    _positive(
-        options, "max_new", "batch_size", "repeats", *(["speed_max_new"] if options.speed_max_new is not None else [])
-    )
+    _positive(options, "max_new", "batch_size", "repeats", "speed_max_new", "num_prompts")
+    if options.speed_prompts < (1 if options.speed_k else 0):
+        raise ValueError(f"--speed-prompts is {options.speed_prompts}; give 0 or more, and at least 1 with --speed-k")
+    if set(options.speed_k) & set(options.k):
+        raise ValueError("--speed-k repeats a draft length of --k, whose speed is measured anyway; leave it out")
     conversations = read_conversations(options.prompts)
     if options.num_prompts is not None:
-        _positive(options, "num_prompts")
         conversations = [conversations[i] for i in spread(len(conversations), options.num_prompts)]
     if options.json and not Path(options.json).parent.is_dir():
         raise ValueError(f"the folder of {options.json} does not exist; create it first")
@@ -303,7 +304,7 @@ def _device(name: str | None) -> Any:
 
 def _positive(options: argparse.Namespace, *names: str) -> None:
     for name in names:
-        if getattr(options, name) < 1:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; give 1 or more")
 
 

@@ -5,9 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh
 setup gguf,wandb
-export PATH="$PWD/.venv/bin:$PATH" TOKENIZERS_PARALLELISM=false
-# Large temporaries cost page faults in every step on a CPU: keep freed memory in the process, and take it in huge pages (glibc).
-export GLIBC_TUNABLES=glibc.malloc.hugetlb=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=500000000
+. scripts/environment.sh
 runs=runs/quickstart
 mkdir -p "$runs"
 

@@ -32,7 +32,7 @@ def summary(runs: list[Path]) -> str:
         record = report["record"]
         for temperature in sorted({r["temperature"] for r in report["results"]}):
             results = [r for r in report["results"] if r["temperature"] == temperature]
-            deep = max(results, key=lambda r: r["k"])
+            deep = max((r for r in results if not r["speed_only"]), key=lambda r: r["k"])
             timed = [r for r in results if "speedup" in r]
             fast = max(timed, key=lambda r: r["speedup"]["value"], default=None)
             cells = [
@@ -50,15 +50,18 @@ def summary(runs: list[Path]) -> str:
                 cells += [str(fast["k"]), *rates, interval(fast["speedup"])]
             lines.append("| " + " | ".join(cells) + " |")
     record = next(iter(reports.values()))["record"]
-    agreements = [r["agreement"] for report in reports.values() for r in report["results"]]
+    settings = record["settings"]
+    agreements = [r["agreement"] for report in reports.values() for r in report["results"] if "agreement" in r]
     identical, total = sum(a["identical"] for a in agreements), sum(a["of"] for a in agreements)
-    worst = max(a["largest_margin"] for a in agreements)
+    worst = max((a["largest_margin"] for a in agreements), default=0.0)
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     lines += [
         "",
         f"Target {record['target']} ({record['target_parameters'] / 1e6:.0f} M parameters, {record['dtype']}), "
-        f"{record['num_prompts']} held-out prompts, {record['threads']} threads, {versions}. "
-        "tau: tokens per target pass; speed at batch 1; intervals: 95 %, bootstrap over prompts.",
+        f"{record['threads']} threads, {versions}; {record['num_prompts']} held-out prompts, "
+        f"{settings['max_new']} tokens per answer; speed at batch 1 on {settings['speed_prompts']} of them, "
+        f"{settings['speed_max_new'] or settings['max_new']} tokens each. "
+        "tau: tokens per target pass; intervals: 95 %, bootstrap over prompts.",
         f"Lossless: {identical} of {total} outputs identical to plain decoding; where {record['dtype']} rounding parts them, "
         f"the two tokens' scores differ by at most {worst:.2g}.",
     ]

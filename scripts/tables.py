@@ -30,19 +30,24 @@ def eval_table(report: dict[str, Any]) -> str:
             s = r["speedup"]
             row += [f"{r['plain_tokens_per_second']:.1f}", f"{r['tokens_per_second']:.1f}"]
             row += [f"{s['value']:.2f} [{s['low']:.2f}, {s['high']:.2f}]", f"{r['speedup_predicted']:.2f}"]
-        if r.get("speed_only"):
-            row[2] += f" on {r['speed_prompts']} prompts"
+        if r["speed_only"]:
+            row[2] += " on the speed prompts"
         rows.append(tuple(row + ["-"] * (len(header) - len(row))))
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "-" * len(lines[0]))
     first = f"{record['drafter']} ({record['drafter_parameters'] / 1e6:.1f} M parameters) for {record['target']}"
     out = [f"{first}, {record['dtype']}, {record['num_prompts']} prompts", "", *lines, ""]
-    for r in (r for r in results if r["categories"]):
+    settings = record["settings"]
+    if settings["speed_prompts"]:
+        length = settings["speed_max_new"] or settings["max_new"]
+        out[-1:] = [f"speed: batch 1, {settings['speed_prompts']} of the prompts, up to {length} tokens each", ""]
+    whole = [r for r in results if not r["speed_only"]]
+    for r in whole:
         categories = ", ".join(f"{name} {value['value']:.2f}" for name, value in r["categories"].items())
         out.append(f"T = {r['temperature']:g}, K = {r['k']}, tau by category: {categories}")
     out.append("")
-    for r in results:
+    for r in whole:
         flag = "lossless" if r["lossless"] else "LOSSY"
         line = f"T = {r['temperature']:g}, K = {r['k']}: rule {r['rule']} ({flag})"
         if "agreement" in r:

@@ -81,7 +81,11 @@ def _law(target: Target, last_BTD: Tensor, teaches_BT: Tensor) -> tuple[Tensor, 
 
 
 def collate(
-    sequences: SequenceOf[Sequence], captured: SequenceOf[Captured], layers: SequenceOf[LayerId], device: torch.device
+    sequences: SequenceOf[Sequence],
+    captured: SequenceOf[Captured],
+    layers: SequenceOf[LayerId],
+    device: torch.device,
+    epoch: int = 0,
 ) -> TrainingBatch:
     """Right-padded batch with the given layers as features; padding is zero and unsupervised."""
 
@@ -97,6 +101,7 @@ def collate(
         last_BTD=last_BTD,
         log_normaliser_BT=pad(c.log_normaliser_T for c in captured),
         argmax_BT=pad(c.argmax_T for c in captured),
+        epoch=epoch,
     )
 
 
@@ -121,7 +126,7 @@ class FeatureStore:
         self._folder = Path(folder) if folder is not None else None
         self._place = {index: (g, k) for g, group in enumerate(self.groups) for k, index in enumerate(group)}
 
-    def batch(self, indices: SequenceOf[int]) -> TrainingBatch:
+    def batch(self, indices: SequenceOf[int], epoch: int = 0) -> TrainingBatch:
         """The training batch of the given sequences, on the target's device."""
         chosen = [self.sequences[index] for index in indices]
         if self.store == "online":
@@ -130,7 +135,7 @@ class FeatureStore:
             captured = [self._memory[index] for index in indices]
         else:
             captured = [self._read(index) for index in indices]
-        return collate(chosen, captured, self.layers, self.target.device)
+        return collate(chosen, captured, self.layers, self.target.device, epoch)
 
     def fill(self) -> None:
         """Runs the target over everything that the store lacks; nothing to do online. Shows progress on stderr."""

@@ -97,7 +97,7 @@ def train(config: RunConfig) -> Path:
         )
         model.train()
         for number, indices in enumerate(mine):
-            batch = store.batch(indices)
+            batch = store.batch(indices, epoch)
             with accelerator.autocast(), sync_last(accelerator, model, number == len(mine) - 1):
                 parts = model(batch)
                 accelerator.backward(

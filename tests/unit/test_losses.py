@@ -3,6 +3,7 @@
 Letters: J depths, B sequences, T positions, D width, V target vocabulary, W draft vocabulary.
 """
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -261,6 +262,8 @@ def test_thinned_depths_are_nested_shares_of_the_starts() -> None:
     assert not (thin_JBT[2, :, :-3] & ~thin_JBT[1, :, :-3]).any()
     for j, share in enumerate((1.0, 0.5, 0.25)):
         assert float(thin_JBT[j].sum() / full_JBT[j].sum()) == pytest.approx(share, abs=0.03)
+    other_JBT = losses.trained_starts(dataclasses.replace(batch, epoch=1), 3, 0.5)
+    assert float((other_JBT & thin_JBT)[1].sum() / thin_JBT[1].sum()) == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_thinned_loss_is_the_plain_one_over_the_kept_starts_with_larger_weights() -> None:
