@@ -15,6 +15,8 @@ from draftsmith.inference.decode import Output, generate
 from draftsmith.inference.evaluate import Settings, agreement, evaluate, measure_acceptance, spread
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.target import Target, load
+from draftsmith.scripts.summary import summary
+from draftsmith.scripts.tables import eval_table
 
 CONVERSATIONS = [
     Conversation("a", ({"role": "user", "content": "hello there"},), "greeting"),
@@ -90,6 +92,24 @@ def test_speed_is_measured_at_the_chosen_temperatures_only(toy: SimpleNamespace,
     assert len({r["plain_tokens_per_second"] for r in results[2:]}) == 1  # one plain run for all K
     assert [r["speed_only"] for r in results] == [False] * 4 + [True]
     assert results[4]["speed_prompts"] == 1 and results[4]["rounds"] <= 3
+
+
+def test_tables_say_on_how_many_prompts_a_number_rests(toy: SimpleNamespace, target: Target, tmp_path: Path) -> None:
+    drafter = toy.make_drafter("medusa", target)
+    settings = Settings(depths=(1,), temperatures=(0.0, 1.0), max_new=6, speed_depths=(3,), speed_temperatures=(0.0,))
+    settings = dataclasses.replace(settings, speed_prompts=1, speed_max_new=5)
+    report = evaluate(target, drafter, CONVERSATIONS, settings, say=lambda line: None)
+    printed = eval_table(report)
+    assert "3 prompts" in printed and "1 of the prompts, up to 5 tokens each" in printed
+    assert printed.count("on the speed prompts") == 1 and printed.count("outputs identical") == 2
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "eval.json").write_text(json.dumps(report))
+    (tmp_path / "run" / "finished.json").write_text('{"seconds": 60, "trained_tokens": 1000}')
+    greedy, sampled = [line for line in summary([tmp_path / "run"]).splitlines() if line.startswith("| run")]
+    deep = report["results"][0]["tokens_per_round"]["value"]
+    assert f"| {deep:.2f} [" in greedy  # of all prompts at K = 1, not of the speed prompts at K = 3
+    assert sampled.endswith("| - | - | - | - |")
 
 
 def test_answers_of_one_token_are_evaluated(toy: SimpleNamespace, target: Target) -> None:
