@@ -10,7 +10,7 @@ mkdir -p "$out"
 setup gguf,wandb,plot
 . scripts/environment.sh
 answers=configs/answers
-common="data.train=[$answers/smollm2_greedy.jsonl,$answers/smollm2_self.jsonl];loop.epochs=1;eval.num_prompts=48;eval.max_new=128"
+common="data.train=[$answers/smollm2_greedy.jsonl,$answers/smollm2_self.jsonl];loop.epochs=1;eval.num_prompts=48;eval.max_new=64;eval.batch_size=48"
 common="$common;features.store=online;features.folder=null"
 variants=() runs=()
 for thousand in 50 100 200 400; do
