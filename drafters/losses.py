@@ -215,7 +215,6 @@ class _Distill(torch.autograd.Function):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         depth, num_rows, _ = hidden_JnD.shape
         exact = hidden_JnD.dtype if hidden_JnD.dtype == torch.float64 else torch.float32
-        heads_J = list(heads) * depth if len(heads) == 1 else list(heads)
         wide = [head.to(hidden_JnD.dtype) for head in heads]
         wide_J = wide * depth if len(heads) == 1 else wide
         teacher_head_WD = teacher_head_WD.to(last_nD.dtype)
@@ -243,8 +242,7 @@ class _Distill(torch.autograd.Function):
             for j in range(depth):
                 # Only the rows that this depth is trained on; all of them unless it is thinned.
                 index_r = weight_Jn[j, chunk].nonzero()[:, 0]
-                whole = len(index_r) == len(law_cW)
-                law_rW = law_cW if whole else law_cW[index_r]
+                law_rW = law_cW if len(index_r) == len(law_cW) else law_cW[index_r]
                 mass_r, inside_r, argmax_r1 = mass_c[index_r], inside_c[index_r], argmax_c1[index_r]
                 weight_r = weight_Jn[j, begin + index_r].to(exact)
                 hidden_rD = hidden_JnD[j, begin + index_r]
@@ -267,7 +265,7 @@ class _Distill(torch.autograd.Function):
                     grad_hidden_JnD[j, begin + index_r] = grad_rD.to(hidden_JnD.dtype)
                     grad_heads[j % len(heads)] += narrow_rW.T @ (hidden_rD * scale_r1).to(hidden_JnD.dtype)
         ctx.grad_hidden, ctx.grad_heads = grad_hidden_JnD, grad_heads
-        ctx.head_dtypes = [head.dtype for head in heads_J[: len(heads)]]
+        ctx.head_dtypes = [head.dtype for head in heads]
         stats = {"loss": loss_J.float(), "overlap": overlap_J.float(), "correct": correct_Jn}
         return total, stats
 
