@@ -25,7 +25,7 @@ __all__ = [
     "save",
 ]
 
-_SHARED = {"base", "checkpoint", "kv", "layers", "losses", "settings", "tree", "vocabulary"}
+_SHARED = {"base", "checkpoint", "kv", "layers", "losses", "regression", "settings", "tree", "vocabulary"}
 
 
 def kinds() -> list[str]:

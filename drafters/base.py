@@ -11,6 +11,7 @@ F feature width, V target vocabulary, W draft vocabulary.
 import abc
 import dataclasses
 import hashlib
+from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
 import torch
@@ -179,8 +180,14 @@ class TrainableDrafter(nn.Module, Drafter):
     """The target that `bind` gave (a `TargetHead`)."""
 
     @abc.abstractmethod
-    def initialise(self, target: TargetHead, token_counts_V: Tensor) -> None:
-        """Sets the starting weights from the target; `token_counts_V` (int64) counts the supervised training tokens."""
+    def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
+        """Sets the starting weights from the target.
+
+        Args:
+            target: what the drafter is trained for.
+            token_counts_V: int64, how often each token is supervised in training.
+            batches: some of the training batches, for kinds that fit starting values to what the target says there.
+        """
 
     @abc.abstractmethod
     def forward(self, batch: TrainingBatch) -> LossParts:

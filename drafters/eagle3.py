@@ -15,6 +15,7 @@ E head width, D width, F captured width, W draft vocabulary.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -160,7 +161,7 @@ class Model(TrainableDrafter):
         self.check_target(target.shape)
         self.target = target
 
-    def initialise(self, target: TargetHead, token_counts_V: Tensor) -> None:
+    def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
         self.bind(target)
         for parameter in self.parameters():
             if parameter.dim() == 2:

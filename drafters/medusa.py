@@ -2,16 +2,17 @@
 
 Head k reads the target's state after the final norm at position p and predicts token p + 2 + k (the target's own head predicts
 p + 1): residual blocks z ← z + SiLU(W z + b), the identity at the start, then a projection to the vocabulary. The
-projection is either the target's head, shared and frozen ("Medusa-1" without own heads), or one trained head per depth
-that starts as a copy of the target's rows. Heads do not see each other's guesses, so a sampled chain draws each
-position from its own marginal law.
+projection is either the target's head, shared and frozen ("Medusa-1" without own heads), or one trained head per depth.
+Heads do not see each other's guesses, so a sampled chain draws each position from its own marginal law.
 
-Departures: soft labels from the target, and an optional reduced draft vocabulary.
+Departures: soft labels from the target, an optional reduced draft vocabulary, and own heads that start as the target's
+rows behind a linear guess of its state at the later position (`regression`) instead of as a mere copy.
 
 Letters: B sequences, C observed tokens, D width, K heads, W draft vocabulary.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -21,6 +22,7 @@ from draftsmith.drafters import tree
 from draftsmith.drafters.base import LossParts, Pick, Proposal, Shape, TargetHead, TrainableDrafter, TrainingBatch
 from draftsmith.drafters.layers import ResidualBlock
 from draftsmith.drafters.losses import Starts, distill, trained_starts
+from draftsmith.drafters.regression import later_states
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary, offsets
 
 
@@ -40,6 +42,8 @@ class Config:
     """Share of one head's starts that the next head is trained on: less work, the same expected gradient; 1 means all."""
     loss: Literal["soft", "hard"] = "soft"
     """Cross-entropy towards the target's whole law, or towards its most likely token only."""
+    initialise_head: Literal["regression", "target"] = "regression"
+    """Own heads start as the target's rows behind a linear guess of the later state, or as those rows alone."""
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 1:
@@ -89,13 +93,18 @@ class Model(TrainableDrafter):
             weight = target.head_weight().detach()  # a Parameter would become one of the drafter's own
             self.shared_head_WD = weight if token_ids_W is None else weight[token_ids_W.to(weight.device)]
 
-    def initialise(self, target: TargetHead, token_counts_V: Tensor) -> None:
+    def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
         kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
         self.d2t.copy_(offsets(kept_W))
         self.bind(target)
+        if not self.lm_heads:
+            return
+        fitted = self.config.initialise_head == "regression"
+        maps = later_states(batches if fitted else (), len(self.lm_heads), self.shape.hidden_size)
         with torch.no_grad():
-            for head in self.lm_heads:
-                head.get_parameter("weight").copy_(target.head_weight()[kept_W.to(target.head_weight().device)])
+            rows_WD = target.head_weight()[kept_W.to(target.head_weight().device)].float()
+            for head, map_DD in zip(self.lm_heads, maps, strict=True):
+                head.get_parameter("weight").copy_(rows_WD @ map_DD.to(rows_WD.device))
 
     def head_weights(self) -> list[Tensor]:
         """The projections (W, D): one per head, or the shared one alone."""

@@ -1,8 +1,8 @@
-"""Real acceptance and speed of a drafter on held-out prompts, measured through the verify loop.
+"""Real acceptance and speed of one drafter or several on held-out prompts, measured through the verify loop.
 
 Acceptance is measured on all prompts in batches (it does not depend on the batch), speed at batch 1 on some of them: each is
-decoded plainly and with each K one after the other, in alternating order. Under a coupled rule all give the same tokens in
-exact arithmetic; where they part, the target is asked again and the report lists how close the two tokens were.
+decoded plainly and with each drafter and K one after the other, in alternating order. Under a coupled rule all give the same
+tokens in exact arithmetic; where they part, the target is asked again and the report lists how close the two tokens were.
 
 Letters: B sequences, V vocabulary.
 """
@@ -26,6 +26,7 @@ from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.target import Target
 
 SCORED_TOGETHER = 16
+WARM_UP_TOKENS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +66,31 @@ class Settings:
 
 def evaluate(
     target: Target,
-    drafter: Drafter,
+    drafters: Sequence[Drafter],
     conversations: Sequence[Conversation],
     settings: Settings,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-) -> dict[str, Any]:
-    """Measures everything; returns `{"record": provenance, "results": [one per temperature and K]}` (JSON-ready)."""
-    drafter.bind(target)
+) -> list[dict[str, Any]]:
+    """Measures everything, plain decoding once for all drafters.
+
+    Returns:
+        For each drafter `{"record": provenance, "results": [one per temperature and K]}` (JSON-ready).
+    """
+    for drafter in drafters:
+        drafter.bind(target)
     speculations = [
-        Speculation(drafter, depth, settings.rule, settings.way) for depth in (*settings.depths, *settings.speed_depths)
+        Speculation(drafter, depth, settings.rule, settings.way)
+        for drafter in drafters
+        for depth in (*settings.depths, *settings.speed_depths)
     ]
+    per_drafter = len(settings.depths) + len(settings.speed_depths)
     prompts = [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in conversations]
-    results: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = [
+        {"record": _record(target, d, conversations, settings), "results": []} for d in drafters
+    ]
     for temperature in settings.temperatures:
         sampler = Sampler(temperature, settings.top_k, settings.top_p)
+        plain = None
         if settings.rule == "coupled":  # the only rule that promises the same tokens
             say(f"temperature {temperature:g}: plain decoding of {len(prompts)} prompts")
             plain = _decode(target, prompts, sampler, None, settings)
@@ -89,11 +101,14 @@ def evaluate(
             chosen = spread(len(prompts), settings.speed_prompts)
             speeds = measure_speed(target, [prompts[i] for i in chosen], sampler, speculations, settings)
         for number, (speculation, (speed, outputs)) in enumerate(zip(speculations, speeds, strict=True)):
-            speed_only = number >= len(settings.depths)
+            speed_only = number % per_drafter >= len(settings.depths)
             if speed_only and not speed:
                 continue
             if not speed_only:
-                say(f"temperature {temperature:g}: K = {speculation.depth}, acceptance on {len(prompts)} prompts")
+                name = _kind(speculation.drafter)
+                say(
+                    f"temperature {temperature:g}: {name}, K = {speculation.depth}, acceptance on {len(prompts)} prompts"
+                )
                 outputs = _decode(target, prompts, sampler, speculation, settings)
             result: dict[str, Any] = {
                 "temperature": temperature,
@@ -110,10 +125,10 @@ def evaluate(
             if not speed_only:
                 result["categories"] = _by_category(conversations, outputs)
                 result["output_hash"] = _hash([output.ids for output in outputs])
-            if settings.rule == "coupled" and not speed_only:
-                result["agreement"] = agreement(target, prompts, plain, outputs, sampler, settings.seed)
-            results.append(result)
-    return {"record": _record(target, drafter, conversations, settings), "results": results}
+                if plain is not None:
+                    result["agreement"] = agreement(target, prompts, plain, outputs, sampler, settings.seed)
+            reports[number // per_drafter]["results"].append(result)
+    return reports
 
 
 def agreement(
@@ -163,6 +178,7 @@ def measure_speed(
     total = [Seconds() for _ in ways]
     outputs: list[list[Output]] = [[] for _ in ways]
     spent = [[(0, 0.0)] * len(prompts) for _ in ways]  # per way and prompt: tokens and seconds, over all repeats
+    budget = settings.max_new if settings.speed_max_new is None else settings.speed_max_new
     for number in range(-1, len(prompts) * settings.repeats):  # the first pass warms up and is not counted
         index = max(number, 0) % len(prompts)
         for i in range(len(ways)) if number % 2 else reversed(range(len(ways))):
@@ -170,7 +186,7 @@ def measure_speed(
             output = generate(
                 target,
                 [prompts[index]],
-                max_new=settings.max_new if settings.speed_max_new is None else settings.speed_max_new,
+                max_new=budget if number >= 0 else min(budget, WARM_UP_TOKENS),
                 sampler=sampler,
                 speculation=ways[i],
                 seeds=[settings.seed + index],
@@ -284,7 +300,7 @@ def _record(
         "target": target.name,
         "target_fingerprint": target.shape.fingerprint,
         "target_parameters": sum(p.numel() for p in target.model.parameters()),
-        "drafter": type(drafter).__module__.rsplit(".", 1)[-1],
+        "drafter": _kind(drafter),
         "drafter_parameters": sum(p.numel() for p in parameters),
         "drafter_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -301,6 +317,10 @@ def _record(
         "settings": dataclasses.asdict(settings),
         "definitions": metrics.DEFINITIONS,
     }
+
+
+def _kind(drafter: Drafter) -> str:
+    return type(drafter).__module__.rsplit(".", 1)[-1]
 
 
 def _hash(value: Any) -> str:

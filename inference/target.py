@@ -9,6 +9,7 @@ Letters: B sequences, R rows given to the target (root first), S cache slots, F 
 
 import hashlib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -221,6 +222,10 @@ def load(
     Raises:
         ValueError: nothing there, not a causal LM, or an architecture that cannot be driven exactly.
     """
+    if (
+        torch.device(device).type == "cpu"
+    ):  # else transformers copies all keys and values in each masked call, once per query head
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     place, extra = _source(path)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, **extra}
     try:

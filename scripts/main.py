@@ -132,7 +132,9 @@ def _train(options: argparse.Namespace) -> None:
 def _add_eval(commands: Any) -> None:
     about = "measure real acceptance and speed on held-out prompts, through the lossless verify loop"
     parser = _command(commands, "eval", about, _eval)
-    parser.add_argument("drafter", metavar="DRAFTER", help="run folder or drafter folder")
+    parser.add_argument(
+        "drafters", nargs="+", metavar="DRAFTER", help="run folder or drafter folder; several share a run"
+    )
     _target_arguments(parser)
     parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL of held-out prompts")
     parser.add_argument("--k", type=_integers, default=(5,), metavar="K[,K]", help="draft lengths (default 5)")
@@ -150,7 +152,9 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--speed-max-new", type=int, default=None, metavar="N", help="tokens per answer for speed")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of each speed prompt (default 1)")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
-    parser.add_argument("--json", metavar="FILE", help="where to write the report")
+    parser.add_argument(
+        "--json", nargs="+", default=(), metavar="FILE", help="where to write the report of each drafter"
+    )
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -168,8 +172,12 @@ def _eval(options: argparse.Namespace) -> None:
     conversations = read_conversations(options.prompts)
     if options.num_prompts is not None:
         conversations = [conversations[i] for i in spread(len(conversations), options.num_prompts)]
-    if options.json and not Path(options.json).parent.is_dir():
-        raise ValueError(f"the folder of {options.json} does not exist; create it first")
+    files = [Path(file) for file in options.json]
+    if files and len(files) != len(options.drafters):
+        raise ValueError(f"--json has {len(files)} files for {len(options.drafters)} drafters; give one each")
+    for file in files:
+        if not file.parent.is_dir():
+            raise ValueError(f"the folder of {file} does not exist; create it first")
     unmeasured = set(options.speed_temperatures or ()) - set(options.temperature)
     if unmeasured:
         raise ValueError(f"--speed-temperatures has {sorted(unmeasured)}, which --temperature has not")
@@ -189,13 +197,14 @@ def _eval(options: argparse.Namespace) -> None:
         repeats=options.repeats,
         seed=options.seed,
     )
-    drafter = drafters.load(options.drafter)
+    loaded = [drafters.load(folder) for folder in options.drafters]
     target = _load_target(options)
-    drafter.to(device=target.device, dtype=target.dtype)
-    report = evaluate(target, drafter, conversations, settings)
-    if options.json:
-        write_text(Path(options.json), json.dumps(report, indent=2) + "\n")
-    print(eval_table(report))
+    for drafter in loaded:
+        drafter.to(device=target.device, dtype=target.dtype)
+    reports = evaluate(target, loaded, conversations, settings)
+    for file, report in zip(files, reports, strict=False):
+        write_text(file, json.dumps(report, indent=2) + "\n")
+    print("\n\n".join(map(eval_table, reports)))
 
 
 # ---- generate ---------------------------------------------------------------------------------------------------------

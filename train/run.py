@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftsmith import drafters
 from draftsmith.configs import locate
-from draftsmith.drafters.base import TrainableDrafter
+from draftsmith.drafters.base import TrainableDrafter, TrainingBatch
 from draftsmith.drafters.checkpoint import write_text
 from draftsmith.drafters.losses import summarise
 from draftsmith.drafters.vocabulary import coverage
@@ -35,6 +35,8 @@ from draftsmith.train.data import Sequence, count_answer_tokens, load_sequences,
 from draftsmith.train.features import FeatureStore
 
 NOTHING_DONE: dict[str, Any] = {"step": 0, "best_tau": 0.0, "trained_tokens": 0, "seconds": 0.0}
+FITTED_TOKENS = 50_000
+"""Answer tokens that starting values are fitted to."""
 
 
 def train(config: RunConfig) -> Path:
@@ -59,17 +61,20 @@ def train(config: RunConfig) -> Path:
     with accelerator.main_process_first():
         store.fill()
 
+    # The plan: every process takes equally many micro-batches, and step N is the same whenever it is reached.
+    lengths = [len(sequence.ids) for sequence in sequences]
+    per_step = config.loop.accumulation * accelerator.num_processes
+    first_epoch = plan_epoch(lengths, config.loop.batch_size, per_step, config.seed, 0)
+    steps_per_epoch = len(first_epoch) // per_step
+
     # The drafter starts from the target.
     counts_V = count_answer_tokens(sequences, target.shape.vocab_size)
-    drafter.initialise(target, counts_V)
+    drafter.initialise(target, counts_V, some_batches(store, first_epoch))
     drafter.to(accelerator.device, torch.float64 if target.dtype == torch.float64 else torch.float32)
     describe(accelerator, drafter, sequences, counts_V)
     model, *optimizers = accelerator.prepare(drafter, *make_optimizers(drafter, config.optim))
 
-    # The plan: every process takes equally many micro-batches, and step N is the same whenever it is reached.
-    lengths = [len(sequence.ids) for sequence in sequences]
-    per_step = config.loop.accumulation * accelerator.num_processes
-    steps_per_epoch = len(plan_epoch(lengths, config.loop.batch_size, per_step, config.seed, 0)) // per_step
+    # Where the run stands: at its newest checkpoint, if there is one.
     num_steps = max(1, round(steps_per_epoch * config.loop.epochs))
     progress = checkpoints.load_latest(accelerator, folder / "checkpoints") or NOTHING_DONE
     first_step, best_tau = progress["step"], progress["best_tau"]
@@ -214,6 +219,16 @@ def load_held_out(config: RunConfig, target: Target) -> list[list[int]]:
     chosen = [conversations[i] for i in spread(len(conversations), config.eval.num_prompts)]
     assert target.tokenizer is not None
     return [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in chosen]
+
+
+def some_batches(store: FeatureStore, plan: list[list[int]]) -> Iterator[TrainingBatch]:
+    """The first batches of a plan, the same on every process, with enough answer tokens to fit starting values to."""
+    tokens = 0
+    for indices in plan:
+        if tokens >= FITTED_TOKENS:
+            break
+        tokens += sum(store.sequences[index].num_answer_tokens for index in indices)
+        yield store.batch(indices)
 
 
 def make_optimizers(drafter: TrainableDrafter, config: OptimConfig) -> list[torch.optim.Optimizer]:

@@ -34,7 +34,7 @@ def target(toy_folder: Path) -> Target:
 def report(toy: SimpleNamespace, target: Target) -> dict[str, Any]:
     drafter = toy.make_drafter("eagle3", target, draft_vocab_size=200)
     settings = Settings(depths=(2, 4), temperatures=(0.0, 1.0), max_new=8, batch_size=2, speed_prompts=2, seed=7)
-    return evaluate(target, drafter, CONVERSATIONS, settings, say=lambda line: None)
+    return evaluate(target, [drafter], CONVERSATIONS, settings, say=lambda line: None)[0]
 
 
 def test_the_report_has_one_result_per_temperature_and_depth(report: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ def test_the_record_says_where_the_numbers_come_from(report: dict[str, Any], tar
 def test_the_ratio_rule_is_evaluated_without_an_agreement(toy: SimpleNamespace, target: Target) -> None:
     drafter = toy.make_drafter("medusa", target, draft_vocab_size=None)
     settings = Settings(depths=(2,), temperatures=(1.0,), rule="ratio", max_new=6, speed_prompts=0)
-    (result,) = evaluate(target, drafter, CONVERSATIONS, settings, say=lambda line: None)["results"]
+    (result,) = evaluate(target, [drafter], CONVERSATIONS, settings, say=lambda line: None)[0]["results"]
     assert "agreement" not in result and "speedup" not in result and result["lossless"] is True
 
 
@@ -85,7 +85,7 @@ def test_speed_is_measured_at_the_chosen_temperatures_only(toy: SimpleNamespace,
     drafter = toy.make_drafter("medusa", target)
     settings = Settings(depths=(1, 2), temperatures=(0.0, 1.0), max_new=6, speed_prompts=1, speed_temperatures=(1.0,))
     settings = dataclasses.replace(settings, speed_depths=(3,), speed_max_new=4)
-    results = evaluate(target, drafter, CONVERSATIONS, settings, say=lambda line: None)["results"]
+    results = evaluate(target, [drafter], CONVERSATIONS, settings, say=lambda line: None)[0]["results"]
     found = [(r["temperature"], r["k"], "speedup" in r, "agreement" in r) for r in results]
     whole = [(t, k, t == 1.0, True) for t in (0.0, 1.0) for k in (1, 2)]
     assert found == [*whole, (1.0, 3, True, False)]
@@ -94,11 +94,29 @@ def test_speed_is_measured_at_the_chosen_temperatures_only(toy: SimpleNamespace,
     assert results[4]["speed_prompts"] == 1 and results[4]["rounds"] <= 3
 
 
+def test_drafters_measured_together_share_plain_decoding_and_keep_their_own_acceptance(
+    toy: SimpleNamespace, target: Target
+) -> None:
+    pair = [toy.make_drafter("medusa", target), toy.make_drafter("eagle3", target, draft_vocab_size=200)]
+    settings = Settings(depths=(2,), max_new=8, speed_prompts=2, speed_depths=(1,))
+    said: list[str] = []
+    together = evaluate(target, pair, CONVERSATIONS, settings, say=said.append)
+    assert sum("plain decoding" in line for line in said) == 1
+    assert [report["record"]["drafter"] for report in together] == ["medusa", "eagle3"]
+    assert len({r["plain_tokens_per_second"] for report in together for r in report["results"]}) == 1
+    for drafter, report in zip(pair, together, strict=True):
+        (alone,) = evaluate(target, [drafter], CONVERSATIONS, settings, say=lambda line: None)
+        assert [r["k"] for r in report["results"]] == [2, 1]
+        for result, expected in zip(report["results"], alone["results"], strict=True):
+            assert result["uncond_accept"] == expected["uncond_accept"]
+            assert result["rounds"] == expected["rounds"]
+
+
 def test_tables_say_on_how_many_prompts_a_number_rests(toy: SimpleNamespace, target: Target, tmp_path: Path) -> None:
     drafter = toy.make_drafter("medusa", target)
     settings = Settings(depths=(1,), temperatures=(0.0, 1.0), max_new=6, speed_depths=(3,), speed_temperatures=(0.0,))
     settings = dataclasses.replace(settings, speed_prompts=1, speed_max_new=5)
-    report = evaluate(target, drafter, CONVERSATIONS, settings, say=lambda line: None)
+    (report,) = evaluate(target, [drafter], CONVERSATIONS, settings, say=lambda line: None)
     printed = eval_table(report)
     assert "3 prompts" in printed and "1 of the prompts, up to 5 tokens each" in printed
     assert printed.count("on the speed prompts") == 1 and printed.count("outputs identical") == 2
@@ -116,7 +134,7 @@ def test_answers_of_one_token_are_evaluated(toy: SimpleNamespace, target: Target
     """Nothing to measure is no error: with a budget of one token there is no round."""
     drafter = toy.make_drafter("medusa", target)
     settings = Settings(depths=(2,), max_new=1, speed_prompts=1)
-    (result,) = evaluate(target, drafter, CONVERSATIONS, settings, say=lambda line: None)["results"]
+    (result,) = evaluate(target, [drafter], CONVERSATIONS, settings, say=lambda line: None)[0]["results"]
     assert result["rounds"] == 0
 
 
