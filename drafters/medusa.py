@@ -97,9 +97,7 @@ class Model(TrainableDrafter):
         kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
         self.d2t.copy_(offsets(kept_W))
         self.bind(target)
-        if not self.lm_heads:
-            return
-        fitted = self.config.initialise_head == "regression"
+        fitted = self.config.own_head and self.config.initialise_head == "regression"
         maps = later_states(batches if fitted else (), len(self.lm_heads), self.shape.hidden_size)
         with torch.no_grad():
             rows_WD = target.head_weight()[kept_W.to(target.head_weight().device)].float()

@@ -28,22 +28,23 @@ def later_states(batches: Iterable[TrainingBatch], depth: int, width: int) -> li
 
     Without a batch they are the identity, towards which λ pulls.
     """
-    squares = [torch.zeros(width, width) for _ in range(depth)]
-    products = [torch.zeros(width, width) for _ in range(depth)]
+    squares_JDD, products_JDD = torch.zeros(2, depth, width, width)
     with torch.no_grad():
         for batch in batches:
             last_BTD = batch.last_BTD.float()
+            squares_JDD, products_JDD = squares_JDD.to(last_BTD.device), products_JDD.to(last_BTD.device)
             for j, starts_BT in enumerate(trained_starts(batch, depth)):
                 rows_n, columns_n = starts_BT.nonzero(as_tuple=True)
                 here_nD, later_nD = last_BTD[rows_n, columns_n], last_BTD[rows_n, columns_n + j + 1]
-                squares[j] += (here_nD.T @ here_nD).cpu()
-                products[j] += (later_nD.T @ here_nD).cpu()
-    return [_solve(square, product) for square, product in zip(squares, products, strict=True)]
+                squares_JDD[j] += here_nD.T @ here_nD
+                products_JDD[j] += later_nD.T @ here_nD
+    return [_solve(square, product) for square, product in zip(squares_JDD, products_JDD, strict=True)]
 
 
 def _solve(square_DD: Tensor, product_DD: Tensor) -> Tensor:
-    """(product + λ) (square + λ)⁻¹."""
-    identity_DD = torch.eye(len(square_DD), dtype=torch.float64)
-    size = float(square_DD.diagonal().mean())
-    pull_DD = (RIDGE * size if size else 1.0) * identity_DD
+    """(product + λ) (square + λ)⁻¹; the identity where nothing was seen."""
+    identity_DD = torch.eye(len(square_DD), dtype=torch.float64, device=square_DD.device)
+    pull_DD = RIDGE * square_DD.diagonal().double().mean() * identity_DD
+    if not pull_DD.any():
+        return identity_DD.float()
     return torch.linalg.solve(square_DD.double() + pull_DD, product_DD.double() + pull_DD, left=False).float()

@@ -12,7 +12,7 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.target import Target
 
 SCORED_TOGETHER = 16
-WARM_UP_TOKENS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,28 +65,40 @@ class Settings:
 
 def evaluate(
     target: Target,
-    drafters: Sequence[Drafter],
+    drafters: Mapping[str, Drafter],
     conversations: Sequence[Conversation],
     settings: Settings,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-) -> list[dict[str, Any]]:
+) -> dict[str, dict[str, Any]]:
     """Measures everything, plain decoding once for all drafters.
 
+    Args:
+        target: the frozen target.
+        drafters: by the names under which they are reported.
+        conversations: held-out prompts.
+        settings: what is measured.
+        say: told what is under way.
+
     Returns:
-        For each drafter `{"record": provenance, "results": [one per temperature and K]}` (JSON-ready).
+        For each name `{"record": provenance, "results": [one per temperature and K]}` (JSON-ready).
+
+    Raises:
+        ValueError: a drafter made for another target, or a K, rule or way that it cannot do.
     """
-    for drafter in drafters:
-        drafter.bind(target)
-    speculations = [
-        Speculation(drafter, depth, settings.rule, settings.way)
-        for drafter in drafters
-        for depth in (*settings.depths, *settings.speed_depths)
-    ]
-    per_drafter = len(settings.depths) + len(settings.speed_depths)
+    ways: list[tuple[str, Speculation, bool]] = []  # name, what is tried, whether its speed alone
+    for name, drafter in drafters.items():
+        try:
+            drafter.bind(target)
+            for speed_only, depths in enumerate((settings.depths, settings.speed_depths)):
+                made = [Speculation(drafter, depth, settings.rule, settings.way) for depth in depths]
+                ways += [(name, speculation, bool(speed_only)) for speculation in made]
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     prompts = [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in conversations]
-    reports: list[dict[str, Any]] = [
-        {"record": _record(target, d, conversations, settings), "results": []} for d in drafters
-    ]
+    reports: dict[str, dict[str, Any]] = {
+        name: {"record": _record(target, name, drafter, conversations, settings), "results": []}
+        for name, drafter in drafters.items()
+    }
     for temperature in settings.temperatures:
         sampler = Sampler(temperature, settings.top_k, settings.top_p)
         plain = None
@@ -95,17 +106,15 @@ def evaluate(
             say(f"temperature {temperature:g}: plain decoding of {len(prompts)} prompts")
             plain = _decode(target, prompts, sampler, None, settings)
         timed = settings.temperatures if settings.speed_temperatures is None else settings.speed_temperatures
-        speeds: list[tuple[dict[str, Any], list[Output]]] = [({}, [])] * len(speculations)
+        speeds: list[tuple[dict[str, Any], list[Output]]] = [({}, [])] * len(ways)
         if settings.speed_prompts and temperature in timed:
             say(f"temperature {temperature:g}: speed on {settings.speed_prompts} prompts, plain and speculative")
-            chosen = spread(len(prompts), settings.speed_prompts)
-            speeds = measure_speed(target, [prompts[i] for i in chosen], sampler, speculations, settings)
-        for number, (speculation, (speed, outputs)) in enumerate(zip(speculations, speeds, strict=True)):
-            speed_only = number % per_drafter >= len(settings.depths)
+            chosen = [prompts[i] for i in spread(len(prompts), settings.speed_prompts)]
+            speeds = measure_speed(target, chosen, sampler, [speculation for _, speculation, _ in ways], settings)
+        for (name, speculation, speed_only), (speed, outputs) in zip(ways, speeds, strict=True):
             if speed_only and not speed:
                 continue
             if not speed_only:
-                name = _kind(speculation.drafter)
                 say(
                     f"temperature {temperature:g}: {name}, K = {speculation.depth}, acceptance on {len(prompts)} prompts"
                 )
@@ -127,7 +136,7 @@ def evaluate(
                 result["output_hash"] = _hash([output.ids for output in outputs])
                 if plain is not None:
                     result["agreement"] = agreement(target, prompts, plain, outputs, sampler, settings.seed)
-            reports[number // per_drafter]["results"].append(result)
+            reports[name]["results"].append(result)
     return reports
 
 
@@ -178,7 +187,6 @@ def measure_speed(
     total = [Seconds() for _ in ways]
     outputs: list[list[Output]] = [[] for _ in ways]
     spent = [[(0, 0.0)] * len(prompts) for _ in ways]  # per way and prompt: tokens and seconds, over all repeats
-    budget = settings.max_new if settings.speed_max_new is None else settings.speed_max_new
     for number in range(-1, len(prompts) * settings.repeats):  # the first pass warms up and is not counted
         index = max(number, 0) % len(prompts)
         for i in range(len(ways)) if number % 2 else reversed(range(len(ways))):
@@ -186,7 +194,7 @@ def measure_speed(
             output = generate(
                 target,
                 [prompts[index]],
-                max_new=budget if number >= 0 else min(budget, WARM_UP_TOKENS),
+                max_new=settings.max_new if settings.speed_max_new is None else settings.speed_max_new,
                 sampler=sampler,
                 speculation=ways[i],
                 seeds=[settings.seed + index],
@@ -292,7 +300,7 @@ def _by_category(conversations: Sequence[Conversation], outputs: Sequence[Output
 
 
 def _record(
-    target: Target, drafter: Drafter, conversations: Sequence[Conversation], settings: Settings
+    target: Target, name: str, drafter: Drafter, conversations: Sequence[Conversation], settings: Settings
 ) -> dict[str, Any]:
     """Where the numbers come from."""
     parameters = list(drafter.parameters()) if isinstance(drafter, torch.nn.Module) else []
@@ -300,7 +308,8 @@ def _record(
         "target": target.name,
         "target_fingerprint": target.shape.fingerprint,
         "target_parameters": sum(p.numel() for p in target.model.parameters()),
-        "drafter": _kind(drafter),
+        "name": name,
+        "drafter": type(drafter).__module__.rsplit(".", 1)[-1],
         "drafter_parameters": sum(p.numel() for p in parameters),
         "drafter_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -317,10 +326,6 @@ def _record(
         "settings": dataclasses.asdict(settings),
         "definitions": metrics.DEFINITIONS,
     }
-
-
-def _kind(drafter: Drafter) -> str:
-    return type(drafter).__module__.rsplit(".", 1)[-1]
 
 
 def _hash(value: Any) -> str:

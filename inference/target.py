@@ -143,7 +143,7 @@ class Target:
         self, ids: Tensor, layers: Sequence[LayerId], *, position_ids: Tensor | None, attention_mask: Any, cache: Any
     ) -> tuple[Tensor, Tensor]:
         arguments = {self._cache_argument: cache, "use_cache": cache is not None}
-        with _capture(self.layers, layers) as captured:
+        with _capture(self.layers, layers) as captured, _grouped_attention(self.device):
             out = self.body(input_ids=ids, position_ids=position_ids, attention_mask=attention_mask, **arguments)
         last: Tensor = out.last_hidden_state
         chosen = [last if layer == "last" else captured[layer] for layer in layers]
@@ -222,10 +222,6 @@ def load(
     Raises:
         ValueError: nothing there, not a causal LM, or an architecture that cannot be driven exactly.
     """
-    if (
-        torch.device(device).type == "cpu"
-    ):  # else transformers copies all keys and values in each masked call, once per query head
-        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     place, extra = _source(path)
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, **extra}
     try:
@@ -307,6 +303,23 @@ def _capture(layers: nn.ModuleList, wanted: Sequence[LayerId]) -> Iterator[dict[
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _grouped_attention(device: torch.device) -> Iterator[None]:
+    """On a CPU, lets query heads share keys and values in masked calls too, for the time of one call: transformers would copy all
+    of them once per query head, because other devices' kernels want that."""
+    name = "TRANSFORMERS_SDPA_FORCE_GQA"
+    before = os.environ.get(name)
+    if device.type == "cpu":
+        os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 def _visible(index_BR: Tensor, extent: int, depth_R: Tensor, ancestors_RR: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -8,15 +8,14 @@ out=${1:?usage: scripts/exactness.sh OUT}
 mkdir -p "$out"
 . scripts/environment.sh
 common="--target .cache/smollm2 --prompts configs/prompts/heldout.jsonl --k 5 --speed-prompts 0"
-for kind in eagle3 medusa; do
-  draftsmith eval "runs/quickstart/$kind" $common --dtype float32 --temperature 0,1 --max-new 16 --batch-size 8 \
-    --json "$out/$kind-batch8.json"
-  draftsmith eval "runs/quickstart/$kind" $common --dtype float32 --temperature 0 --max-new 12 --batch-size 1 \
-    --json "$out/$kind-batch1.json"
-  # Acceptance at temperature 1 by rule and way of drafting, bf16.
-  for how in "coupled coupled" "ratio sample" "coupled argmax"; do
-    set -- $how
-    draftsmith eval "runs/quickstart/$kind" $common --temperature 1 --num-prompts 48 --batch-size 48 --max-new 48 --rule "$1" --draft "$2" \
-      --json "$out/$kind-$1-$2.json"
-  done
+both="runs/quickstart/eagle3 runs/quickstart/medusa"
+draftsmith eval $both $common --dtype float32 --temperature 0,1 --max-new 16 --batch-size 8 \
+  --json "$out/eagle3-batch8.json" --json "$out/medusa-batch8.json"
+draftsmith eval $both $common --dtype float32 --temperature 0 --max-new 12 --batch-size 1 \
+  --json "$out/eagle3-batch1.json" --json "$out/medusa-batch1.json"
+# Acceptance at temperature 1 by rule and way of drafting, bf16.
+for how in "coupled coupled" "ratio sample" "coupled argmax"; do
+  set -- $how
+  draftsmith eval $both $common --temperature 1 --num-prompts 48 --batch-size 48 --max-new 48 --rule "$1" --draft "$2" \
+    --json "$out/eagle3-$1-$2.json" --json "$out/medusa-$1-$2.json"
 done

@@ -152,9 +152,8 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--speed-max-new", type=int, default=None, metavar="N", help="tokens per answer for speed")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of each speed prompt (default 1)")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
-    parser.add_argument(
-        "--json", nargs="+", default=(), metavar="FILE", help="where to write the report of each drafter"
-    )
+    about = "where to write the report; several drafters: one --json for each, in their order"
+    parser.add_argument("--json", action="append", default=[], metavar="FILE", help=about)
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -174,7 +173,10 @@ def _eval(options: argparse.Namespace) -> None:
         conversations = [conversations[i] for i in spread(len(conversations), options.num_prompts)]
     files = [Path(file) for file in options.json]
     if files and len(files) != len(options.drafters):
-        raise ValueError(f"--json has {len(files)} files for {len(options.drafters)} drafters; give one each")
+        raise ValueError(f"{len(files)} times --json for {len(options.drafters)} drafters; give one for each")
+    for given in (options.drafters, [file.resolve() for file in files]):
+        if len(set(given)) < len(given):
+            raise ValueError("a drafter or a --json file is given twice; name each once")
     for file in files:
         if not file.parent.is_dir():
             raise ValueError(f"the folder of {file} does not exist; create it first")
@@ -197,14 +199,14 @@ def _eval(options: argparse.Namespace) -> None:
         repeats=options.repeats,
         seed=options.seed,
     )
-    loaded = [drafters.load(folder) for folder in options.drafters]
+    loaded = {folder: drafters.load(folder) for folder in options.drafters}
     target = _load_target(options)
-    for drafter in loaded:
+    for drafter in loaded.values():
         drafter.to(device=target.device, dtype=target.dtype)
     reports = evaluate(target, loaded, conversations, settings)
-    for file, report in zip(files, reports, strict=False):
+    for file, report in zip(files, reports.values(), strict=False):
         write_text(file, json.dumps(report, indent=2) + "\n")
-    print("\n\n".join(map(eval_table, reports)))
+    print("\n\n".join(map(eval_table, reports.values())))
 
 
 # ---- generate ---------------------------------------------------------------------------------------------------------

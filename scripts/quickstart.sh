@@ -22,9 +22,9 @@ done
 step "3/4  measure both on held-out prompts"
 if [ ! -e "$runs/eagle3/eval.json" ] || [ ! -e "$runs/medusa/eval.json" ]; then
   draftsmith eval "$runs/eagle3" "$runs/medusa" --target .cache/smollm2 --prompts configs/prompts/heldout.jsonl \
-    --num-prompts 32 --max-new 128 --k 5 --temperature 0,1 \
-    --speed-k 2 --speed-prompts 6 --speed-max-new 48 --speed-temperatures 0 \
-    --json "$runs/eagle3/eval.json" "$runs/medusa/eval.json"
+    --num-prompts 24 --max-new 128 --k 5 --temperature 0,1 \
+    --speed-k 2 --speed-prompts 5 --speed-max-new 40 --speed-temperatures 0 \
+    --json "$runs/eagle3/eval.json" --json "$runs/medusa/eval.json"
 fi
 
 step "4/4  result"

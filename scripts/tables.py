@@ -36,7 +36,7 @@ def eval_table(report: dict[str, Any]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "-" * len(lines[0]))
-    first = f"{record['drafter']} ({record['drafter_parameters'] / 1e6:.1f} M parameters) for {record['target']}"
+    first = f"{record['name']}: {record['drafter']} ({record['drafter_parameters'] / 1e6:.1f} M parameters) for {record['target']}"
     out = [f"{first}, {record['dtype']}, {record['num_prompts']} prompts", "", *lines, ""]
     settings = record["settings"]
     if settings["speed_prompts"]:

@@ -69,7 +69,8 @@ def train(config: RunConfig) -> Path:
 
     # The drafter starts from the target.
     counts_V = count_answer_tokens(sequences, target.shape.vocab_size)
-    drafter.initialise(target, counts_V, some_batches(store, first_epoch))
+    resumes = bool(checkpoints.complete(folder / "checkpoints"))  # then its weights replace these
+    drafter.initialise(target, counts_V, () if resumes else some_batches(store, first_epoch))
     drafter.to(accelerator.device, torch.float64 if target.dtype == torch.float64 else torch.float32)
     describe(accelerator, drafter, sequences, counts_V)
     model, *optimizers = accelerator.prepare(drafter, *make_optimizers(drafter, config.optim))

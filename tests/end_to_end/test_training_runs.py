@@ -125,6 +125,16 @@ def test_a_run_leaves_everything_that_was_promised(finished: Path, toy_folder: P
     assert all(bool(torch.isfinite(parameter).all()) for parameter in drafter.parameters())
 
 
+def test_a_run_fits_medusas_starting_values_to_its_own_data(toy_folder: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, toy_folder, "medusa")
+    losses = []
+    for start in ("regression", "target"):
+        done = run(config, f"drafter.initialise_head={start}", f"output={start}", "loop.epochs=1")
+        assert done.returncode == 0, done.stderr
+        losses.append(next(line["loss"] for line in metrics(tmp_path / start) if "loss" in line))
+    assert losses[0] < losses[1]
+
+
 def test_a_finished_run_is_not_trained_again_and_other_settings_are_refused(finished: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}
     again = run(finished.with_suffix(".yaml"))

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from draftsmith.drafters import tree
+from draftsmith.drafters.base import Drafter, Pick, Proposal, TargetHead
 from draftsmith.inference import noise
-from draftsmith.inference.conversations import Conversation
+from draftsmith.inference.conversations import Conversation, prompt_ids, prompt_messages
 from draftsmith.inference.decode import Output, generate
 from draftsmith.inference.evaluate import Settings, agreement, evaluate, measure_acceptance, spread
 from draftsmith.inference.sampling import Sampler
@@ -34,7 +37,7 @@ def target(toy_folder: Path) -> Target:
 def report(toy: SimpleNamespace, target: Target) -> dict[str, Any]:
     drafter = toy.make_drafter("eagle3", target, draft_vocab_size=200)
     settings = Settings(depths=(2, 4), temperatures=(0.0, 1.0), max_new=8, batch_size=2, speed_prompts=2, seed=7)
-    return evaluate(target, [drafter], CONVERSATIONS, settings, say=lambda line: None)[0]
+    return evaluate(target, {"it": drafter}, CONVERSATIONS, settings, say=lambda line: None)["it"]
 
 
 def test_the_report_has_one_result_per_temperature_and_depth(report: dict[str, Any]) -> None:
@@ -77,7 +80,7 @@ def test_the_record_says_where_the_numbers_come_from(report: dict[str, Any], tar
 def test_the_ratio_rule_is_evaluated_without_an_agreement(toy: SimpleNamespace, target: Target) -> None:
     drafter = toy.make_drafter("medusa", target, draft_vocab_size=None)
     settings = Settings(depths=(2,), temperatures=(1.0,), rule="ratio", max_new=6, speed_prompts=0)
-    (result,) = evaluate(target, [drafter], CONVERSATIONS, settings, say=lambda line: None)[0]["results"]
+    (result,) = evaluate(target, {"it": drafter}, CONVERSATIONS, settings, say=lambda line: None)["it"]["results"]
     assert "agreement" not in result and "speedup" not in result and result["lossless"] is True
 
 
@@ -85,7 +88,7 @@ def test_speed_is_measured_at_the_chosen_temperatures_only(toy: SimpleNamespace,
     drafter = toy.make_drafter("medusa", target)
     settings = Settings(depths=(1, 2), temperatures=(0.0, 1.0), max_new=6, speed_prompts=1, speed_temperatures=(1.0,))
     settings = dataclasses.replace(settings, speed_depths=(3,), speed_max_new=4)
-    results = evaluate(target, [drafter], CONVERSATIONS, settings, say=lambda line: None)[0]["results"]
+    results = evaluate(target, {"it": drafter}, CONVERSATIONS, settings, say=lambda line: None)["it"]["results"]
     found = [(r["temperature"], r["k"], "speedup" in r, "agreement" in r) for r in results]
     whole = [(t, k, t == 1.0, True) for t in (0.0, 1.0) for k in (1, 2)]
     assert found == [*whole, (1.0, 3, True, False)]
@@ -94,29 +97,70 @@ def test_speed_is_measured_at_the_chosen_temperatures_only(toy: SimpleNamespace,
     assert results[4]["speed_prompts"] == 1 and results[4]["rounds"] <= 3
 
 
+class Oracle(Drafter):
+    """Drafts what the target will say: the tokens that plain decoding gave, found by their context's length."""
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]]) -> None:
+        self.texts = texts  # by prompt
+
+    def bind(self, target: TargetHead) -> None:
+        pass
+
+    def init(self, batch: int, capacity: int) -> list[list[int]]:
+        return [[] for _ in range(batch)]
+
+    def observe(
+        self, state: list[list[int]], ids_BC: Tensor, features_BCF: Tensor, next_B: Tensor, counts: list[int]
+    ) -> list[list[int]]:
+        return [seen + row[:count].tolist() for seen, row, count in zip(state, ids_BC, counts, strict=True)]
+
+    def propose(self, state: list[list[int]], depth: int, pick: Pick) -> Proposal:
+        rows = []
+        for seen in state:
+            text = next(
+                [*prompt, *answer] for prompt, answer in self.texts.items() if tuple(seen[: len(prompt)]) == prompt
+            )
+            rows.append(([*text, *[0] * (depth + 1)])[len(seen) + 1 :][:depth])
+        return Proposal(torch.tensor(rows), tree.chain(depth))
+
+    def select(self, state: list[list[int]], rows_B: Tensor) -> list[list[int]]:
+        return [state[row] for row in rows_B.tolist()]
+
+
 def test_drafters_measured_together_share_plain_decoding_and_keep_their_own_acceptance(
     toy: SimpleNamespace, target: Target
 ) -> None:
-    pair = [toy.make_drafter("medusa", target), toy.make_drafter("eagle3", target, draft_vocab_size=200)]
-    settings = Settings(depths=(2,), max_new=8, speed_prompts=2, speed_depths=(1,))
+    settings = Settings(depths=(2,), max_new=9, speed_prompts=2, speed_depths=(1,))
+    prompts = [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in CONVERSATIONS]
+    answers = generate(target, prompts, max_new=9, sampler=Sampler())
+    oracle = Oracle({tuple(prompt): answer.ids for prompt, answer in zip(prompts, answers, strict=True)})
     said: list[str] = []
+    pair = {"never": toy.make_drafter("medusa", target), "always": oracle}
     together = evaluate(target, pair, CONVERSATIONS, settings, say=said.append)
     assert sum("plain decoding" in line for line in said) == 1
-    assert [report["record"]["drafter"] for report in together] == ["medusa", "eagle3"]
-    assert len({r["plain_tokens_per_second"] for report in together for r in report["results"]}) == 1
-    for drafter, report in zip(pair, together, strict=True):
-        (alone,) = evaluate(target, [drafter], CONVERSATIONS, settings, say=lambda line: None)
-        assert [r["k"] for r in report["results"]] == [2, 1]
-        for result, expected in zip(report["results"], alone["results"], strict=True):
+    assert list(together) == [report["record"]["name"] for report in together.values()] == ["never", "always"]
+    assert len({r["plain_tokens_per_second"] for report in together.values() for r in report["results"]}) == 1
+    for name, drafter in pair.items():
+        alone = evaluate(target, {name: drafter}, CONVERSATIONS, settings, say=lambda line: None)[name]
+        assert [r["k"] for r in together[name]["results"]] == [2, 1]
+        for result, expected in zip(together[name]["results"], alone["results"], strict=True):
             assert result["uncond_accept"] == expected["uncond_accept"]
             assert result["rounds"] == expected["rounds"]
+    deep = [report["results"][0]["uncond_accept"][0] for report in together.values()]
+    assert deep[0] < 0.5 and deep[1] == 1.0
+
+
+def test_a_drafter_that_does_not_fit_is_named(toy: SimpleNamespace, target: Target) -> None:
+    pair = {"good": toy.make_drafter("medusa", target), "bad": toy.make_drafter("medusa", target, num_heads=2)}
+    with pytest.raises(ValueError, match="^bad: draft depth K is 4; this drafter proposes at most 2$"):
+        evaluate(target, pair, CONVERSATIONS, Settings(depths=(4,)), say=lambda line: None)
 
 
 def test_tables_say_on_how_many_prompts_a_number_rests(toy: SimpleNamespace, target: Target, tmp_path: Path) -> None:
     drafter = toy.make_drafter("medusa", target)
     settings = Settings(depths=(1,), temperatures=(0.0, 1.0), max_new=6, speed_depths=(3,), speed_temperatures=(0.0,))
     settings = dataclasses.replace(settings, speed_prompts=1, speed_max_new=5)
-    (report,) = evaluate(target, [drafter], CONVERSATIONS, settings, say=lambda line: None)
+    report = evaluate(target, {"it": drafter}, CONVERSATIONS, settings, say=lambda line: None)["it"]
     printed = eval_table(report)
     assert "3 prompts" in printed and "1 of the prompts, up to 5 tokens each" in printed
     assert printed.count("on the speed prompts") == 1 and printed.count("outputs identical") == 2
@@ -134,7 +178,7 @@ def test_answers_of_one_token_are_evaluated(toy: SimpleNamespace, target: Target
     """Nothing to measure is no error: with a budget of one token there is no round."""
     drafter = toy.make_drafter("medusa", target)
     settings = Settings(depths=(2,), max_new=1, speed_prompts=1)
-    (result,) = evaluate(target, [drafter], CONVERSATIONS, settings, say=lambda line: None)[0]["results"]
+    (result,) = evaluate(target, {"it": drafter}, CONVERSATIONS, settings, say=lambda line: None)["it"]["results"]
     assert result["rounds"] == 0
 
 

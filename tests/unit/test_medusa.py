@@ -48,7 +48,7 @@ def drafted_logits(drafter: TrainableDrafter, last_BTD: Tensor, counts: list[int
 
 
 @pytest.mark.parametrize("settings", HEADS, ids=str)
-def test_every_head_starts_as_the_targets_own(toy: SimpleNamespace, settings: dict[str, Any]) -> None:
+def test_without_batches_every_head_starts_as_the_targets_own(toy: SimpleNamespace, settings: dict[str, Any]) -> None:
     drafter = make(toy, random=False, num_layers=2, **settings)
     last_BTD = torch.randn(2, 4, toy.WIDTH, dtype=torch.float64)
     target_logits_BV = drafter.target.unembed(last_BTD[torch.arange(2), torch.tensor([1, 3])])
