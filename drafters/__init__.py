@@ -25,12 +25,13 @@ __all__ = [
     "save",
 ]
 
-_SHARED = {"base", "checkpoint", "kv", "layers", "losses", "regression", "settings", "tree", "vocabulary"}
+_SHARED = {"base", "checkpoint", "grow", "kv", "layers", "losses", "regression", "settings", "tree", "vocabulary"}
+_UNTRAINED = {"draft_lm", "ngram"}  # drafters, but nothing here trains them: no `Config`, no `Model`
 
 
 def kinds() -> list[str]:
-    """The names of all drafter kinds, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
+    """The names of all drafter kinds that can be trained, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED | _UNTRAINED)
 
 
 def kind_module(kind: str) -> ModuleType:

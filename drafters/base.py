@@ -17,6 +17,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from draftsmith.drafters.tree import Plan, Tree
+
 LayerId = int | Literal["last"]
 """A captured hidden state: i is the residual stream entering decoder layer i (Hugging Face's `hidden_states[i]`; the
 number of layers means the stream leaving the last one), "last" is the state after the final norm, what the head reads."""
@@ -46,35 +48,57 @@ class Shape:
         return "; ".join(f"{name}: {a} here, {b} there" for name, a, b in pairs if a != b and "" not in (a, b))
 
 
+Drawn = Literal["coupled", "sampled", "fixed"]
+"""Where drafted tokens come from: coupled to the noise that the target uses itself; sampled, from laws that are handed over;
+or fixed by the context alone (the most likely tokens, an n-gram match)."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Proposal:
     """N drafted nodes for each of B sequences.
 
     Attributes:
-        tokens_BN: int64, target token ids.
-        parents_N: see `tree`; a chain is (-1, 0, 1, …).
-        probs_BNV: fp32, exactly the distribution each token was drawn from. None says that the draft is deterministic
-            given the context (or coupled to the target's own noise), so that rules needing a law treat it as a point mass.
+        tokens_BN: int64, target token ids; siblings are distinct.
+        tree: how the nodes hang together.
+        drawn: where the tokens come from; rules refuse what they are not exact for.
+        probs_BNV: fp32, exactly the law that each token was drawn from (of a second sibling: without the first one); given
+            if and only if `drawn` is "sampled".
     """
 
     tokens_BN: Tensor
-    parents_N: tuple[int, ...]
+    tree: Tree
+    drawn: Drawn
     probs_BNV: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picked:
+    """Tokens for the k children of each of M nodes.
+
+    Attributes:
+        tokens_BMk: int64, target ids, the likeliest first.
+        scores_BMk: log of how likely each is to be the target's token as the draft sees it, 0 or less.
+        probs_BMkV: fp32, the law each was drawn from if they were sampled, else None.
+    """
+
+    tokens_BMk: Tensor
+    scores_BMk: Tensor
+    probs_BMkV: Tensor | None
 
 
 class Pick(Protocol):
     """How draft tokens are chosen from draft logits; made by the decode loop for every round."""
 
-    def __call__(self, logits_BW: Tensor, depth: int, token_ids_W: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Chooses one token per row.
+    drawn: Drawn
+
+    def __call__(self, logits_BMW: Tensor, depth: int, token_ids_W: Tensor | None, count: int) -> Picked:
+        """Chooses the children of M nodes.
 
         Args:
-            logits_BW: draft logits for the token `depth` places behind the root's successor.
-            depth: 0 for the first drafted token.
+            logits_BMW: draft logits for the token behind each node.
+            depth: of the nodes; 0 is the root.
             token_ids_W: target id of each draft id, None if the vocabularies are the same.
-
-        Returns:
-            tokens_B (int64, target ids) and probs_BV (fp32 over the target vocabulary), or None for the latter.
+            count: k, children of each node.
         """
 
 
@@ -98,7 +122,15 @@ class Drafter(abc.ABC):
     feature_layers: tuple[LayerId, ...] = ()
     """Which hidden states of the target `observe` wants, concatenated in this order."""
     max_depth: int | None = None
-    """Deepest chain it can propose; None if there is no limit."""
+    """Deepest node it can propose; None if there is no limit."""
+    max_positions: int | None = None
+    """Longest text it can follow; None if there is no limit of its own. Beyond it decoding goes on plainly."""
+    grows_trees: bool = True
+    """Whether it can propose trees; otherwise chains only."""
+
+    def weights(self) -> Iterable[Tensor]:
+        """All parameters that drafting reads besides the target's own."""
+        return ()
 
     @abc.abstractmethod
     def bind(self, target: TargetHead) -> None:
@@ -123,12 +155,16 @@ class Drafter(abc.ABC):
         """
 
     @abc.abstractmethod
-    def propose(self, state: Any, depth: int, pick: Pick) -> Proposal:
-        """Drafts a chain of `depth` tokens that follow the root. Does not change what `state` means."""
+    def propose(self, state: Any, plan: Plan, pick: Pick) -> Proposal:
+        """Drafts what follows the root, in the shape that `plan` asks for. Does not change what `state` means."""
 
     @abc.abstractmethod
     def select(self, state: Any, rows_B: Tensor) -> Any:
         """The state of the given batch rows only."""
+
+    @abc.abstractmethod
+    def replace(self, state: Any, rows_B: Tensor, other: Any) -> Any:
+        """The state with the given batch rows taken from `other`, whose batch they are; both were made for the same capacity."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,6 +228,9 @@ class TrainableDrafter(nn.Module, Drafter):
     @abc.abstractmethod
     def forward(self, batch: TrainingBatch) -> LossParts:
         """The training loss."""
+
+    def weights(self) -> Iterable[Tensor]:
+        return self.parameters()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -21,7 +21,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters import tree
 from draftsmith.drafters.base import (
     LayerId,
     LossParts,
@@ -32,9 +31,11 @@ from draftsmith.drafters.base import (
     TrainableDrafter,
     TrainingBatch,
 )
-from draftsmith.drafters.kv import KeyValues, plan
+from draftsmith.drafters.grow import Frontier, grow, seen_slots
+from draftsmith.drafters.kv import KeyValues, slots_behind
 from draftsmith.drafters.layers import MLP, RMSNorm, rotary_tables, rotate
 from draftsmith.drafters.losses import Starts, distill, trained_starts
+from draftsmith.drafters.tree import Plan
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary, offsets
 
 
@@ -276,35 +277,61 @@ class Model(TrainableDrafter):
         lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
         return State(state.cache, lengths, newest_BD)
 
-    def propose(self, state: State, depth: int, pick: Pick) -> Proposal:
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        output_BD, token_ids_W = state.output_BD, self.token_ids_W
-        for step in range(depth):
-            if step > 0:
-                fed_BD = self.norm(output_BD) if self.config.norm_output else output_BD
-                lengths = [length + step - 1 for length in state.lengths]
-                output_BD = self._step(state, lengths, tokens[-1][:, None], fed_BD[:, None])[:, 0]
-            token_B, probs_BV = pick(self.lm_head(self.norm(output_BD)), step, token_ids_W)
-            tokens.append(token_B)
-            if probs_BV is not None:
-                probs.append(probs_BV)
-        return Proposal(torch.stack(tokens, 1), tree.chain(depth), torch.stack(probs, 1) if probs else None)
+    def propose(self, state: State, plan: Plan, pick: Pick) -> Proposal:
+        outputs_BAD = state.output_BD[:, None]  # the root's, then those of the expanded rows
+
+        def expand(frontier: Frontier) -> Tensor:
+            nonlocal outputs_BAD
+            above_BM = (frontier.parents_bM + 1).expand(len(outputs_BAD), -1)
+            fed_BMD = outputs_BAD.gather(1, above_BM[..., None].expand(-1, -1, outputs_BAD.shape[2]))
+            fed_BMD = self.norm(fed_BMD) if self.config.norm_output else fed_BMD
+            done = outputs_BAD.shape[1] - 1
+            output_BMD = self._step(state, state.lengths, frontier.tokens_BM, fed_BMD, done, frontier)
+            outputs_BAD = torch.cat([outputs_BAD, output_BMD], 1)
+            return self._draft_logits(output_BMD)
+
+        return grow(plan, self._draft_logits(state.output_BD), expand, pick, self.token_ids_W)
+
+    def _draft_logits(self, output: Tensor) -> Tensor:
+        out: Tensor = self.lm_head(self.norm(output))
+        return out
 
     def select(self, state: State, rows_B: Tensor) -> State:
         state.cache.select(rows_B)
         return State(state.cache, [state.lengths[row] for row in rows_B.tolist()], state.output_BD[rows_B])
 
-    def _step(self, state: State, lengths: list[int], token_ids_BR: Tensor, states_BRD: Tensor) -> Tensor:
-        """Runs the layer on R pairs behind each row's `lengths` cached ones: (B, R, D)."""
-        slots = plan(lengths, token_ids_BR.shape[1], token_ids_BR.device)
-        attention = self.midlayer.self_attn
-        tables = rotary_tables(slots.index_BR, self.shape.head_dim, self.shape.rope_theta)
+    def replace(self, state: State, rows_B: Tensor, other: State) -> State:
+        state.cache.replace(rows_B, other.cache)
+        lengths = list(state.lengths)
+        for row, length in zip(rows_B.tolist(), other.lengths, strict=True):
+            lengths[row] = length
+        return State(state.cache, lengths, state.output_BD.index_copy(0, rows_B, other.output_BD))
+
+    def _step(
+        self,
+        state: State,
+        lengths: list[int],
+        token_ids_BR: Tensor,
+        states_BRD: Tensor,
+        behind: int = 0,
+        frontier: Frontier | None = None,
+    ) -> Tensor:
+        """Runs the layer on R pairs `behind` each row's `lengths` cached ones: (B, R, D). They are consecutive tokens, or the
+        nodes of a frontier."""
+        device = token_ids_BR.device
+        slots = slots_behind([length + behind for length in lengths], token_ids_BR.shape[1], device)
+        attention, slot_S = self.midlayer.self_attn, torch.arange(slots.extent, device=device)
+        if frontier is None:
+            position_BR, mask_BRS = slots.index_BR, slot_S <= slots.index_BR[..., None]
+        else:
+            lengths_B = torch.tensor(lengths, device=device)
+            position_BR = (lengths_B + frontier.depth - 1)[:, None].expand_as(token_ids_BR)
+            mask_BRS = seen_slots(lengths_B, slots.extent, frontier)
+        tables = rotary_tables(position_BR, self.shape.head_dim, self.shape.rope_theta)
         joint, residual = self._joint(token_ids_BR, states_BRD)
         key, value = (x_BRHE.transpose(1, 2) for x_BRHE in attention.keys(joint, tables))
         key, value = state.cache.write(key, value, slots)
-        mask = torch.arange(slots.extent, device=token_ids_BR.device) <= slots.index_BR[..., None]
-        mixed = attention.mix(attention.queries(joint, tables), key, value, mask)
+        mixed = attention.mix(attention.queries(joint, tables), key, value, mask_BRS)
         return self._finish(residual + attention.o_proj(mixed))[0]
 
 

@@ -28,7 +28,7 @@ class Slots:
     extent: int
 
 
-def plan(lengths: list[int], num_new: int, device: torch.device) -> Slots:
+def slots_behind(lengths: list[int], num_new: int, device: torch.device) -> Slots:
     """Slots for `num_new` entries behind each row's length."""
     lengths_B = torch.tensor(lengths, device=device)
     index_BR = lengths_B[:, None] + torch.arange(num_new, device=device)
@@ -61,6 +61,10 @@ class KeyValues:
         rows_B1 = torch.arange(len(source_BA), device=source_BA.device)[:, None]
         for buffer in (self.keys_BHSE, self.values_BHSE):
             buffer[rows_B1, :, destination_BA] = buffer[rows_B1, :, source_BA]
+
+    def replace(self, rows_B: Tensor, other: "KeyValues") -> None:
+        """Overwrites the given batch rows with those of `other`."""
+        self.keys_BHSE[rows_B], self.values_BHSE[rows_B] = other.keys_BHSE, other.values_BHSE
 
     def select(self, rows_B: Tensor) -> None:
         """Keeps only the given batch rows."""

@@ -3,7 +3,7 @@
 Head k reads the target's state after the final norm at position p and predicts token p + 2 + k (the target's own head predicts
 p + 1): residual blocks z ← z + SiLU(W z + b), the identity at the start, then a projection to the vocabulary. The
 projection is either the target's head, shared and frozen ("Medusa-1" without own heads), or one trained head per depth.
-Heads do not see each other's guesses, so a sampled chain draws each position from its own marginal law.
+Heads do not see each other's guesses: every node of a depth has the same law for its children.
 
 Departures: soft labels from the target, an optional reduced draft vocabulary, and own heads that start as the target's
 rows behind a linear guess of its state at the later position (`regression`) instead of as a mere copy.
@@ -18,11 +18,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters import tree
 from draftsmith.drafters.base import LossParts, Pick, Proposal, Shape, TargetHead, TrainableDrafter, TrainingBatch
+from draftsmith.drafters.grow import grow
 from draftsmith.drafters.layers import ResidualBlock
 from draftsmith.drafters.losses import Starts, distill, trained_starts
 from draftsmith.drafters.regression import later_states
+from draftsmith.drafters.tree import Plan
 from draftsmith.drafters.vocabulary import choose_draft_vocabulary, offsets
 
 
@@ -133,17 +134,17 @@ class Model(TrainableDrafter):
         counts_B = torch.tensor(counts, device=ids_BC.device)
         return features_BCF[torch.arange(len(counts)), counts_B - 1].to(state.dtype)
 
-    def propose(self, state: Tensor, depth: int, pick: Pick) -> Proposal:
-        token_ids_W, heads = self.token_ids_W, self.head_weights()
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        for k in range(depth):
-            head_WD = heads[k % len(heads)]
-            token_B, probs_BV = pick(self.blocks[k](state) @ head_WD.to(state.dtype).T, k, token_ids_W)
-            tokens.append(token_B)
-            if probs_BV is not None:
-                probs.append(probs_BV)
-        return Proposal(torch.stack(tokens, 1), tree.chain(depth), torch.stack(probs, 1) if probs else None)
+    def propose(self, state: Tensor, plan: Plan, pick: Pick) -> Proposal:
+        heads = self.head_weights()
+
+        def logits(k: int) -> Tensor:
+            out: Tensor = self.blocks[k](state) @ heads[k % len(heads)].to(state.dtype).T
+            return out
+
+        return grow(plan, logits(0), lambda frontier: logits(frontier.depth)[:, None], pick, self.token_ids_W)
 
     def select(self, state: Tensor, rows_B: Tensor) -> Tensor:
         return state[rows_B]
+
+    def replace(self, state: Tensor, rows_B: Tensor, other: Tensor) -> Tensor:
+        return state.index_copy(0, rows_B, other)

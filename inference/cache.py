@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from draftsmith.drafters.kv import KeyValues, Slots, plan
+from draftsmith.drafters.kv import KeyValues, Slots, slots_behind
 
 
 class KVCache(Cache):
@@ -24,14 +24,15 @@ class KVCache(Cache):
         self._layers: dict[int, KeyValues] = {}
         self._slots: Slots | None = None
 
-    def begin(self, num_new: int, device: torch.device) -> Slots:
-        """Says that the next forward brings `num_new` rows per sequence; ValueError if they do not fit."""
-        if max(self.lengths) + num_new > self.capacity:
+    def begin(self, num_new: int, device: torch.device, behind: int = 0) -> Slots:
+        """Says that the next forward brings `num_new` rows per sequence, behind the committed ones and `behind` others; ValueError
+        if they do not fit."""
+        if (needed := max(self.lengths) + behind + num_new) > self.capacity:
             raise ValueError(
-                f"the cache holds {self.capacity} tokens and is asked for {max(self.lengths) + num_new}; "
+                f"the cache holds {self.capacity} tokens and is asked for {needed}; "
                 "allocate it larger (prompt + new tokens + draft length)"
             )
-        self._slots = plan(self.lengths, num_new, device)
+        self._slots = slots_behind([length + behind for length in self.lengths], num_new, device)
         return self._slots
 
     def update(
@@ -62,6 +63,14 @@ class KVCache(Cache):
             for buffers in self._layers.values():
                 buffers.move(source_BA, destination_BA)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    @torch.inference_mode()
+    def replace(self, rows_B: Tensor, other: "KVCache") -> None:
+        """Gives the given batch rows the contents of `other`, whose batch they are, for sequences that join later."""
+        for layer, buffers in self._layers.items():
+            buffers.replace(rows_B, other._layers[layer])
+        for row, length in zip(rows_B.tolist(), other.lengths, strict=True):
+            self.lengths[row] = length
 
     def select(self, rows_B: Tensor) -> None:
         """Keeps only the given batch rows, for when others have finished."""

@@ -1,60 +1,49 @@
 """The decode loop: draft, verify in one target pass, accept a prefix, emit one token more. Plain decoding is the same loop
 without a drafter.
 
-Rows of a batch accept different lengths; a row's tokens do not depend on its neighbours. Per round there is one target
-forward and one device-to-host read. The newest token of a row (its root) is committed but not yet read by the target; it
-is the first row of the next round, so committing costs no forward.
+Rows of a batch accept different lengths, stop at different times, and are given to waiting prompts when they are free; a
+sequence's tokens do not depend on its neighbours. Per round there is one target forward and one device-to-host read. The newest
+token of a row (its root) is committed but not yet read by the target; it is the first row of the next round, so committing
+costs no forward.
 
-Letters: B sequences, T prompt tokens, R rows (root first), P = draft depth.
+Letters: B sequences of a batch, T prompt tokens, R rows (root first), P = draft depth, V vocabulary.
 """
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftsmith.drafters import tree
-from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.settings import nearest
-from draftsmith.inference.drafting import WAYS, default_way, make_pick
-from draftsmith.inference.sampling import Sampler
+from draftsmith.drafters.base import Proposal
+from draftsmith.drafters.tree import Fixed, Tree, fixed, scratch_rows
+from draftsmith.inference import sampling
+from draftsmith.inference.cache import KVCache
+from draftsmith.inference.drafting import make_pick
+from draftsmith.inference.sampling import Prefix, Sampler
+from draftsmith.inference.speculation import Speculation
+from draftsmith.inference.stopping import Reason, Stopper, Stopping
 from draftsmith.inference.target import Target
-from draftsmith.inference.verify import LOSSLESS, RULES, Keys, emit
+from draftsmith.inference.verify import Keys, verify
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Speculation:
-    """How to speculate.
+class Round(NamedTuple):
+    """Counts of one round.
 
     Attributes:
-        drafter: proposes tokens.
-        depth: K, tokens drafted per round, 1 or more.
-        rule: name of the verification rule (`verify.RULES`).
-        way: how draft tokens are chosen (`drafting.WAYS`); None takes the one that belongs to the rule.
+        proposed: k, depth of what was drafted; 0 if nothing was.
+        accepted: a, drafted tokens that the rule accepted, before any truncation.
+        committed: c, tokens that went into the output, after truncation at a stop or the budget.
+        nodes: n, drafted tokens in all; k in a chain.
     """
 
-    drafter: Drafter
-    depth: int
-    rule: str = "coupled"
-    way: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            raise ValueError(f"unknown verification rule {self.rule!r}; {nearest(self.rule, RULES)}")
-        if self.depth < 1:
-            raise ValueError(f"draft depth K is {self.depth}; give 1 or more, or no drafter for plain decoding")
-        if self.drafter.max_depth is not None and self.depth > self.drafter.max_depth:
-            raise ValueError(f"draft depth K is {self.depth}; this drafter proposes at most {self.drafter.max_depth}")
-        if self.way is not None and self.way not in WAYS:
-            raise ValueError(f"unknown way of drafting {self.way!r}; {nearest(self.way, WAYS)}")
-        if self.rule == "ratio" and self.way == "coupled":
-            raise ValueError("the ratio rule is biased under coupled drafts; use way 'sample', or the rule 'coupled'")
-
-    @property
-    def lossless(self) -> bool:
-        return LOSSLESS[self.rule]
+    proposed: int
+    accepted: int
+    committed: int
+    nodes: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,13 +52,24 @@ class Output:
 
     Attributes:
         ids: new tokens, the prompt excluded, an end-of-sequence token included.
-        finished: it ended with an end-of-sequence token (otherwise by the budget).
-        rounds: (proposed, accepted, committed) of each round, committed counted after truncation.
+        reason: why it ended.
+        rounds: what happened in each round.
+        ends: the row of the proposal at which each round's accepted path ended; 0 is the root.
+        log_probs: of each token under the target's own law (before any sampling setting), if they were asked for.
+        text: the new tokens as text, without special tokens and up to the first stop string; None without a tokenizer.
     """
 
     ids: list[int] = dataclasses.field(default_factory=list)
-    finished: bool = False
-    rounds: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    reason: Reason | None = None
+    rounds: list[Round] = dataclasses.field(default_factory=list)
+    ends: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    text: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """It ended by itself, with an end-of-sequence token."""
+        return self.reason == "eos"
 
 
 @dataclasses.dataclass(slots=True)
@@ -88,7 +88,7 @@ class Seconds:
 
 
 OnTokens = Callable[[int, list[int], int], None]
-"""Called with (row, newly committed tokens, how many of them were drafted)."""
+"""Called with (number of the prompt, newly committed tokens, how many of them were drafted)."""
 
 
 @torch.inference_mode()
@@ -96,148 +96,298 @@ def generate(
     target: Target,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new: int,
-    sampler: Sampler,
+    max_new: int | Sequence[int],
+    sampler: Sampler | Sequence[Sampler],
     speculation: Speculation | None = None,
     seeds: Sequence[int] | None = None,
     stop_at_eos: bool = True,
+    stopping: Stopping | None = None,
+    max_batch: int | None = None,
+    log_probs: bool = False,
     on_tokens: OnTokens | None = None,
     seconds: Seconds | None = None,
 ) -> list[Output]:
-    """Decodes all prompts as one batch. The law of the output is the target's, with or without speculation.
+    """Decodes all prompts. The law of each output is the target's, with or without speculation.
 
     Args:
         target: the frozen target.
-        prompts: token ids, at least one each.
-        max_new: token budget of each row, 1 or more.
-        sampler: sampling settings, of target and draft alike.
+        prompts: token ids, at least one each; the same prompt several times gives several samples.
+        max_new: token budget, 1 or more; one for all or one per prompt.
+        sampler: sampling settings; one for all or one per prompt.
         speculation: None for plain decoding.
-        seeds: one per prompt; rows with the same seed and prompt get the same tokens. Default 0, 1, 2, …
-        stop_at_eos: end a row at the target's end-of-sequence tokens.
-        on_tokens: called for every row and round, for streaming.
+        seeds: one per prompt; prompts with the same tokens, settings and seed get the same output. Default 0, 1, 2, …
+        stop_at_eos: end a sequence at the target's end-of-sequence tokens.
+        stopping: what else ends a sequence.
+        max_batch: sequences decoded together; others wait and take over rows that become free. None means all.
+        log_probs: fill `Output.log_probs`.
+        on_tokens: called for every sequence and round, for streaming.
         seconds: filled with times if given (synchronises an accelerator per part).
 
     Raises:
         ValueError: an empty prompt, no budget, or prompt and budget beyond the target's positions.
     """
-    _check(target, prompts, max_new, seeds)
-    seconds = seconds if seconds is not None else Seconds()
-    clock = _Clock(target.device)
-    device, greedy = target.device, sampler.greedy
-    drafter = speculation.drafter if speculation else None
-    depth = speculation.depth if speculation else 0
-    layers = drafter.feature_layers if drafter else ()
-    rule = RULES[speculation.rule] if speculation else RULES["coupled"]
-    stops = set(target.eos_ids) if stop_at_eos else set()
-    outputs = [Output() for _ in prompts]
-    rows = list(range(len(prompts)))  # which prompt each batch row belongs to
-    seeds_B = torch.tensor(list(seeds) if seeds is not None else rows, dtype=torch.int64, device=device)
+    samplers = _each(sampler, prompts, "samplers")
+    budgets = _each(max_new, prompts, "budgets")
+    seeds = list(range(len(prompts))) if seeds is None else list(seeds)
+    _check(target, prompts, budgets, seeds, max_batch)
+    stopping = stopping or Stopping()
+    loop = _Loop(
+        target=target,
+        prompts=prompts,
+        samplers=samplers,
+        budgets=budgets,
+        seeds=seeds,
+        speculation=speculation,
+        stopper=Stopper(stopping, target.eos_ids if stop_at_eos else (), target.tokenizer),
+        deadline=None if stopping.max_seconds is None else time.perf_counter() + stopping.max_seconds,
+        log_probs=log_probs,
+        on_tokens=on_tokens,
+        seconds=seconds if seconds is not None else Seconds(),
+    )
+    loop.run(min(max_batch or len(prompts), len(prompts)))
+    return loop.outputs
 
-    def commit(row: int, tokens: list[int], drafted: int) -> int:
-        """Adds tokens to a prompt's output, cut at the first stop and at the budget; returns how many stayed."""
-        output = outputs[row]
-        kept = tokens[: max_new - len(output.ids)]
-        for index, token in enumerate(kept):
-            if token in stops:
-                kept, output.finished = kept[: index + 1], True
+
+class _Loop:
+    """One call of `generate`. Batch row i belongs to prompt `rows[i]`; a row whose prompt is done is free, and stands still."""
+
+    def __init__(
+        self,
+        *,
+        target: Target,
+        prompts: Sequence[Sequence[int]],
+        samplers: Sequence[Sampler],
+        budgets: Sequence[int],
+        seeds: Sequence[int],
+        speculation: Speculation | None,
+        stopper: Stopper,
+        deadline: float | None,
+        log_probs: bool,
+        on_tokens: OnTokens | None,
+        seconds: Seconds,
+    ) -> None:
+        self.target, self.prompts, self.samplers, self.budgets = target, prompts, samplers, budgets
+        self.seeds, self.speculation, self.stopper, self.deadline = seeds, speculation, stopper, deadline
+        self.log_probs, self.on_tokens, self.seconds = log_probs, on_tokens, seconds
+        self.outputs = [Output() for _ in prompts]
+        self.drafter = speculation.drafter if speculation else None
+        self.plan = speculation.plan if speculation else Fixed(())
+        self.layers = self.drafter.feature_layers if self.drafter else ()
+        longest = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
+        self.capacity = longest + self.plan.depth + scratch_rows(self.plan)
+        self.nothing = fixed((), target.device)
+        self.waiting = deque(range(len(prompts)))
+        self.rows: list[int] = []
+        self.cache: KVCache
+        self.state: Any = None
+        self.seeds_B: Tensor
+        self.root_B: Tensor
+
+    def run(self, batch: int) -> None:
+        if self.drafter:
+            self.drafter.bind(self.target)
+        clock = _Clock(self.target.device)
+        self.admit([*range(batch)])
+        self.seconds.prefill += clock.lap()
+        while True:
+            free = [i for i, number in enumerate(self.rows) if self.outputs[number].reason]
+            if free and self.waiting:
+                self.admit(free[: len(self.waiting)])
+                self.seconds.prefill += clock.lap()
+                continue  # a prompt may be done with its first token
+            if len(free) == len(self.rows):
                 break
-        output.ids += kept
-        if on_tokens is not None:
-            on_tokens(row, kept, min(drafted, len(kept)))
-        return len(kept)
+            if len(free) >= 0.25 * len(self.rows):
+                self.keep([i for i in range(len(self.rows)) if i not in free])
+            self.round(clock)
+        for output in self.outputs:
+            output.text = self.stopper.text(output.ids)
 
-    # Prefill: one pass over all prompts, logits for the last token of each only.
-    counts = [len(prompt) for prompt in prompts]
-    ids_BT = pad_ids(prompts).to(device)
-    cache = target.new_cache(len(prompts), max(counts) + max_new + 2 * depth + 1)
-    out = target.forward(ids_BT, cache, layers, logits_at_B=torch.tensor(counts, device=device) - 1)
-    cache.commit(counts)
-    positions_B1 = torch.tensor(counts, device=device)[:, None]
-    root_B = emit(sampler.log_probs(out.logits), Keys(seeds_B, positions_B1, greedy))[:, 0]
-    if drafter:
-        drafter.bind(target)
-        state = drafter.init(len(prompts), cache.capacity)
-        state = drafter.observe(state, ids_BT, out.features, root_B, counts)
-    for row, token in enumerate(root_B.tolist()):
-        commit(row, [token], 0)
-    seconds.prefill += clock.lap()
+    # ---- rows ---------------------------------------------------------------------------------------------------------
 
-    while True:
-        alive = [index for index, row in enumerate(rows) if not _done(outputs[row], max_new)]
-        if not alive:
-            break
-        if len(alive) <= 0.75 * len(rows):
-            keep_B = torch.tensor(alive, device=device)
-            rows = [rows[index] for index in alive]
-            cache.select(keep_B)
-            seeds_B, root_B = seeds_B[keep_B], root_B[keep_B]
-            if drafter:
-                state = drafter.select(state, keep_B)
-        lengths_B = torch.tensor(cache.lengths, device=device)
-        seconds.other += clock.lap()
-
-        proposal = None
-        if speculation and drafter:
-            way = speculation.way or default_way(speculation.rule)
-            pick = make_pick(way, sampler, seeds_B, lengths_B + 1, target.shape.vocab_size)
-            proposal = drafter.propose(state, depth, pick)
-        seconds.draft += clock.lap()
-
-        parents = proposal.parents_N if proposal else ()
-        ids_BR = root_B[:, None] if proposal is None else torch.cat([root_B[:, None], proposal.tokens_BN], 1)
-        depth_R = torch.tensor(tree.depths(parents), device=device)
-        ancestors_RR = None if tree.is_chain(parents) else tree.ancestor_mask(parents).to(device)
-        out = target.forward(ids_BR, cache, layers, depth_R=depth_R, ancestors_RR=ancestors_RR)
-        keys = Keys(seeds_B, lengths_B[:, None] + 1 + depth_R, greedy)
-        log_probs_BRV = sampler.log_probs(out.logits)
-        if proposal is None:
-            read = [[0, token] for token in emit(log_probs_BRV, keys)[:, 0].tolist()]  # the round's one read
+    def admit(self, rows: list[int]) -> None:
+        """Gives rows to the prompts that have waited longest: one pass over them, logits for the last token of each only."""
+        target, device = self.target, self.target.device
+        numbers = [self.waiting.popleft() for _ in rows]
+        prompts = [self.prompts[number] for number in numbers]
+        counts = [len(prompt) for prompt in prompts]
+        ids_BT, counts_B = pad_ids(prompts).to(device), torch.tensor(counts, device=device)
+        cache = target.new_cache(len(rows), self.capacity)
+        out = target.forward(ids_BT, cache, self.layers, logits_at_B=counts_B - 1)
+        cache.commit(counts)
+        seeds_B = torch.tensor([self.seeds[number] for number in numbers], dtype=torch.int64, device=device)
+        root_B = self.emit(out.logits, numbers, seeds_B, counts_B)
+        state = None
+        if self.drafter:
+            state = self.drafter.init(len(rows), self.capacity)
+            state = self.drafter.observe(state, ids_BT, out.features, root_B, counts)
+        if not self.rows:
+            self.rows, self.cache, self.state, self.seeds_B, self.root_B = numbers, cache, state, seeds_B, root_B
         else:
-            verdict = rule(proposal, log_probs_BRV, keys)
-            read = torch.cat([verdict.num_accepted_B[:, None], verdict.emitted_BP], 1).tolist()  # the round's one read
-        seconds.verify += clock.lap()
+            rows_B = torch.tensor(rows, device=device)
+            for row, number in zip(rows, numbers, strict=True):
+                self.rows[row] = number
+            self.cache.replace(rows_B, cache)
+            self.seeds_B, self.root_B = (
+                old_B.index_copy(0, rows_B, new_B) for old_B, new_B in ((self.seeds_B, seeds_B), (self.root_B, root_B))
+            )
+            if self.drafter:
+                self.state = self.drafter.replace(self.state, rows_B, state)
+        emitted_B1, raw_B1 = root_B[:, None], self.raw_log_probs(out.logits, root_B[:, None])
+        for number, (token, *raw) in zip(numbers, _read(emitted_B1, raw_B1), strict=True):
+            self.commit(number, [int(token)], raw, 0)
 
-        # Everything below knows the outcome on the host. A row that is done and waits in the batch stands still: it would
-        # outgrow the cache.
-        counts = []
-        for index, (accepted, *emitted) in enumerate(read):
-            output, waits = outputs[rows[index]], _done(outputs[rows[index]], max_new)
-            counts.append(0 if waits else 1 + accepted)
-            if not waits:
-                committed = commit(rows[index], emitted[: accepted + 1], accepted)
-                output.rounds.append((max(tree.depths(parents)), accepted, committed))
-        root_B = torch.tensor([emitted[accepted] for accepted, *emitted in read], device=device)
-        path_BP = None if tree.is_chain(parents) else verdict.rows_BP
-        cache.commit(counts, path_BP)
-        seconds.other += clock.lap()
-        if drafter:
+    def keep(self, rows: list[int]) -> None:
+        """Drops all other rows from the batch."""
+        keep_B = torch.tensor(rows, device=self.target.device)
+        self.rows = [self.rows[row] for row in rows]
+        self.cache.select(keep_B)
+        self.seeds_B, self.root_B = self.seeds_B[keep_B], self.root_B[keep_B]
+        if self.drafter:
+            self.state = self.drafter.select(self.state, keep_B)
+
+    def commit(self, number: int, tokens: list[int], raw: list[float], drafted: int) -> int:
+        """Adds tokens to a prompt's output, cut where it ends; returns how many stayed."""
+        output = self.outputs[number]
+        kept, output.reason = self.stopper.cut(self.prompts[number], output.ids, tokens, self.budgets[number])
+        output.ids += tokens[:kept]
+        output.log_probs += raw[:kept]
+        if self.on_tokens is not None:
+            self.on_tokens(number, tokens[:kept], min(drafted, kept))
+        return kept
+
+    # ---- one round ----------------------------------------------------------------------------------------------------
+
+    def round(self, clock: "_Clock") -> None:
+        """Draft, verify, commit, and show the drafter what was committed."""
+        target, device = self.target, self.target.device
+        lengths_B = torch.tensor(self.cache.lengths, device=device)
+        self.seconds.other += clock.lap()
+        drafting = self.can_draft()
+        proposal = self.propose(lengths_B) if drafting else None
+        self.seconds.draft += clock.lap()
+
+        tree = proposal.tree if proposal else self.nothing
+        ids_BR = self.root_B[:, None] if proposal is None else torch.cat([self.root_B[:, None], proposal.tokens_BN], 1)
+        out = target.forward(ids_BR, self.cache, self.layers, tree=tree)
+        log_probs_BRV, keys = self.law(out.logits, self.rows, self.seeds_B, lengths_B + 1, ids_BR, tree)
+        if self.speculation is None or proposal is None:
+            emitted_BP, accepted_B, path_BP = keys.emit(log_probs_BRV), torch.zeros_like(self.root_B), None
+            end_B = accepted_B
+        else:
+            decided = verify(self.speculation.rule, proposal, log_probs_BRV, keys)
+            emitted_BP, accepted_B, path_BP = decided.emitted_BP, decided.num_accepted_B, decided.rows_BP
+            end_B = path_BP[:, -1]
+        raw_BP = self.raw_log_probs(out.logits, emitted_BP, path_BP)
+        read = _read(accepted_B[:, None], end_B[:, None], emitted_BP, raw_BP)  # the round's one read
+        self.seconds.verify += clock.lap()
+
+        # Everything below knows the outcome on the host.
+        late = self.deadline is not None and time.perf_counter() > self.deadline
+        counts, roots, width = [], [], tree.depth + 1
+        for number, (a, end, *values) in zip(self.rows, read, strict=True):
+            output, accepted, emitted = self.outputs[number], int(a), [int(token) for token in values[:width]]
+            counts.append(0 if output.reason else 1 + accepted)
+            roots.append(emitted[accepted])
+            if not output.reason:
+                committed = self.commit(number, emitted[: accepted + 1], values[width : width + accepted + 1], accepted)
+                output.rounds.append(Round(tree.depth, accepted, committed, tree.num_nodes))
+                output.ends.append(int(end))
+                if late and not output.reason:
+                    output.reason = "time"
+        self.root_B = torch.tensor(roots, device=device)
+        path_BP = None if tree.is_chain else path_BP
+        self.cache.commit(counts, path_BP)
+        self.seconds.other += clock.lap()
+        if self.drafter and drafting:
             features = out.features
             if path_BP is not None:
                 ids_BR = ids_BR.gather(1, path_BP)
                 features = features.gather(1, path_BP[..., None].expand(-1, -1, features.shape[-1]))
-            state = drafter.observe(state, ids_BR, features, root_B, counts)
-        seconds.draft += clock.lap()
-        seconds.rounds += 1
-    return outputs
+            self.state = self.drafter.observe(self.state, ids_BR, features, self.root_B, counts)
+        self.seconds.draft += clock.lap()
+        self.seconds.rounds += 1
+
+    def can_draft(self) -> bool:
+        """Whether some sequence is within the drafter's positions; one that has left them never comes back."""
+        if self.drafter is None or self.drafter.max_positions is None:
+            return self.drafter is not None
+        lengths = zip(self.rows, self.cache.lengths, strict=True)
+        shortest = min(length for number, length in lengths if not self.outputs[number].reason)
+        return shortest + 1 + self.plan.depth <= self.drafter.max_positions
+
+    def propose(self, lengths_B: Tensor) -> Proposal:
+        assert self.speculation is not None
+        samplers = [self.speculation.sampler or self.samplers[number] for number in self.rows]
+        way, vocab_size = self.speculation.drafting_way, self.target.shape.vocab_size
+        pick = make_pick(way, samplers, self.seeds_B, lengths_B + 1, vocab_size)
+        return self.speculation.drafter.propose(self.state, self.plan, pick)
+
+    def emit(self, logits_B1V: Tensor, numbers: list[int], seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+        """The first new token of each prompt, int64 (B,)."""
+        ids_B1 = torch.zeros_like(seeds_B)[:, None]  # the root's row: no token below it
+        law_B1V, keys = self.law(logits_B1V, numbers, seeds_B, positions_B, ids_B1, self.nothing)
+        return keys.emit(law_B1V)[:, 0]
+
+    def law(
+        self, logits_BRV: Tensor, numbers: list[int], seeds_B: Tensor, positions_B: Tensor, ids_BR: Tensor, tree: Tree
+    ) -> tuple[Tensor, Keys]:
+        """The target's law at every row under each sequence's settings, as log-probabilities, and the chance that goes with it."""
+        samplers = [self.samplers[number] for number in numbers]
+        prefix = None
+        if any(sampler.needs_prefix for sampler in samplers):
+            outputs = [self.outputs[number] for number in numbers]
+            prefix = Prefix(
+                [self.prompts[number] for number in numbers],
+                [output.ids for output in outputs],
+                ids_BR,
+                tree,
+                [output.reason is None for output in outputs],
+            )
+        keys = Keys(seeds_B, positions_B[:, None] + tree.depth_bR, all(sampler.greedy for sampler in samplers))
+        return sampling.log_probs(samplers, logits_BRV, prefix), keys
+
+    def raw_log_probs(self, logits_BRV: Tensor, emitted_BP: Tensor, path_BP: Tensor | None = None) -> Tensor:
+        """Log-probability of each emitted token under the target's own law, (B, P); empty if nobody asked."""
+        if not self.log_probs:
+            return emitted_BP[:, :0]
+        if path_BP is not None:
+            logits_BRV = logits_BRV.gather(1, path_BP[..., None].expand(-1, -1, logits_BRV.shape[-1]))
+        wide = logits_BRV.to(torch.promote_types(logits_BRV.dtype, torch.float32))
+        return wide.log_softmax(-1).gather(2, emitted_BP[..., None])[..., 0]
 
 
-def _done(output: Output, max_new: int) -> bool:
-    return output.finished or len(output.ids) >= max_new
+def _read(*parts_B: Tensor) -> list[list[float]]:
+    """Brings everything to the host at once, (B, all columns); fp64 holds token ids and fp32 exactly."""
+    rows: list[list[float]] = torch.cat([part.double() for part in parts_B], 1).tolist()
+    return rows
 
 
-def _check(target: Target, prompts: Sequence[Sequence[int]], max_new: int, seeds: Sequence[int] | None) -> None:
+def _each(value: Any, prompts: Sequence[Any], what: str) -> list[Any]:
+    """One value per prompt, from one for all or from a list."""
+    values = list(value) if isinstance(value, Sequence) else [value] * len(prompts)
+    if len(values) != len(prompts):
+        raise ValueError(f"{len(values)} {what} for {len(prompts)} prompts; give one each, or one for all")
+    return values
+
+
+def _check(
+    target: Target, prompts: Sequence[Sequence[int]], budgets: list[int], seeds: list[int], max_batch: int | None
+) -> None:
     if not prompts or not all(prompts):
         raise ValueError("every prompt needs at least one token")
-    if max_new < 1:
-        raise ValueError(f"max_new is {max_new}; give 1 or more")
-    if seeds is not None and len(seeds) != len(prompts):
+    if min(budgets) < 1:
+        raise ValueError(f"max_new is {min(budgets)}; give 1 or more")
+    if max_batch is not None and max_batch < 1:
+        raise ValueError(f"max_batch is {max_batch}; give 1 or more, or leave it out")
+    if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one each")
-    longest = max(map(len, prompts))
-    if longest + max_new > target.shape.max_positions:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {max_new} new ones exceed the target's {target.shape.max_positions} "
-            "positions; shorten the prompt or the budget"
-        )
+    for prompt, budget in zip(prompts, budgets, strict=True):
+        if len(prompt) + budget > target.shape.max_positions:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and {budget} new ones exceed the target's {target.shape.max_positions} "
+                "positions; shorten the prompt or the budget"
+            )
 
 
 class _Clock:

@@ -1,7 +1,7 @@
 """Real acceptance and speed of one drafter or several on held-out prompts, measured through the verify loop.
 
 Acceptance is measured on all prompts in batches (it does not depend on the batch), speed at batch 1 on some of them: each is
-decoded plainly and with each drafter and K one after the other, in alternating order. Under a coupled rule all give the same
+decoded plainly and with each drafter and plan one after the other, in alternating order. Under a coupled rule all give the same
 tokens in exact arithmetic; where they part, the target is asked again and the report lists how close the two tokens were.
 
 Letters: B sequences, V vocabulary.
@@ -19,10 +19,12 @@ import torch
 import transformers
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.tree import Plan, chain, plan_name
 from draftsmith.inference import metrics, noise
 from draftsmith.inference.conversations import Conversation, prompt_ids, prompt_messages
-from draftsmith.inference.decode import Output, Seconds, Speculation, generate, pad_ids
+from draftsmith.inference.decode import Output, Seconds, generate, pad_ids
 from draftsmith.inference.sampling import Sampler
+from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.target import Target
 
 SCORED_TOGETHER = 16
@@ -33,21 +35,21 @@ class Settings:
     """What is measured.
 
     Attributes:
-        depths: draft lengths K.
+        plans: what is drafted: chains and trees (`drafters.tree`).
         temperatures: of target and draft.
         top_k, top_p: of target and draft.
         rule, way: verification rule and way of drafting.
         max_new: tokens per answer.
         batch_size: prompts decoded together when acceptance is measured.
         speed_prompts: prompts on which speed is measured, 0 for none.
-        speed_depths: further draft lengths that are tried for speed alone; their acceptance is that on the speed prompts.
+        speed_plans: further plans that are tried for speed alone; their acceptance is that on the speed prompts.
         speed_temperatures: those at which it is measured; None means all.
         speed_max_new: tokens per answer there; None means max_new.
         repeats: times that each of them is decoded both ways.
         seed: prompt i (of all, or of the speed prompts) is sampled with seed + i.
     """
 
-    depths: tuple[int, ...] = (5,)
+    plans: tuple[Plan, ...] = (chain(5),)
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int | None = None
     top_p: float = 1.0
@@ -56,7 +58,7 @@ class Settings:
     max_new: int = 128
     batch_size: int = 32
     speed_prompts: int = 8
-    speed_depths: tuple[int, ...] = ()
+    speed_plans: tuple[Plan, ...] = ()
     speed_temperatures: tuple[float, ...] | None = None
     speed_max_new: int | None = None
     repeats: int = 1
@@ -80,17 +82,17 @@ def evaluate(
         say: told what is under way.
 
     Returns:
-        For each name `{"record": provenance, "results": [one per temperature and K]}` (JSON-ready).
+        For each name `{"record": provenance, "results": [one per temperature and plan]}` (JSON-ready).
 
     Raises:
-        ValueError: a drafter made for another target, or a K, rule or way that it cannot do.
+        ValueError: a drafter made for another target, or a plan, rule or way that it cannot do.
     """
     ways: list[tuple[str, Speculation, bool]] = []  # name, what is tried, whether its speed alone
     for name, drafter in drafters.items():
         try:
             drafter.bind(target)
-            for speed_only, depths in enumerate((settings.depths, settings.speed_depths)):
-                made = [Speculation(drafter, depth, settings.rule, settings.way) for depth in depths]
+            for speed_only, plans in enumerate((settings.plans, settings.speed_plans)):
+                made = [Speculation(drafter, plan, settings.rule, settings.way) for plan in plans]
                 ways += [(name, speculation, bool(speed_only)) for speculation in made]
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
@@ -116,12 +118,14 @@ def evaluate(
                 continue
             if not speed_only:
                 say(
-                    f"temperature {temperature:g}: {name}, K = {speculation.depth}, acceptance on {len(prompts)} prompts"
+                    f"temperature {temperature:g}: {name}, {plan_name(speculation.plan)}, acceptance on {len(prompts)} prompts"
                 )
                 outputs = _decode(target, prompts, sampler, speculation, settings)
             result: dict[str, Any] = {
                 "temperature": temperature,
-                "k": speculation.depth,
+                "k": speculation.plan.depth,
+                "plan": plan_name(speculation.plan),
+                "nodes": speculation.plan.nodes,
                 "rule": settings.rule,
                 "lossless": speculation.lossless,
                 "speed_only": speed_only,
@@ -152,6 +156,8 @@ def agreement(
 
     The margin is the difference of the two tokens' scores under plain decoding: logits at temperature 0, else log-probability
     plus keyed noise. In fp32 anything above 1e-4 is a fault; in half precision margins are of the order of its rounding.
+    "teacher_forced" asks at every place instead of the first one that differs: the target reads the speculative output in one
+    pass, and each token is compared with its own choice there.
     """
     places = {
         index: next(i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=False)) if x != y)
@@ -169,6 +175,35 @@ def agreement(
     return {
         "identical": len(plain) - len(divergences),
         "of": len(plain),
+        "largest_margin": max((d["margin"] for d in divergences), default=0.0),
+        "divergences": divergences,
+        "teacher_forced": teacher_forced(target, prompts, speculative, sampler, seed),
+    }
+
+
+@torch.inference_mode()
+def teacher_forced(
+    target: Target, prompts: Sequence[list[int]], outputs: Sequence[Output], sampler: Sampler, seed: int
+) -> dict[str, Any]:
+    """How many tokens of the outputs are the target's own choice behind all tokens before, and by how much the others lose to it
+    (`divergences`: prompt, position and margin of each; the outputs are right if the margins are of the order of the dtype's
+    rounding)."""
+    divergences, tokens = [], 0
+    for begin in range(0, len(prompts), SCORED_TOGETHER):
+        chosen = range(begin, min(begin + SCORED_TOGETHER, len(prompts)))
+        texts = [[*prompts[i], *outputs[i].ids] for i in chosen]
+        _, last_BTD = target.hidden(pad_ids(texts).to(target.device))
+        for row, i in enumerate(chosen):
+            first, ids = len(prompts[i]), outputs[i].ids
+            logits_TV = target.unembed(last_BTD[row, first - 1 : first - 1 + len(ids)])
+            scores_TV = _plain_scores(logits_TV, torch.full((len(ids),), seed + i), first, sampler)
+            ids_T = torch.tensor(ids, device=target.device)
+            margin_T = scores_TV.amax(1) - scores_TV.gather(1, ids_T[:, None])[:, 0]
+            tokens += len(ids)
+            divergences += [{"prompt": i, "position": p, "margin": m} for p, m in enumerate(margin_T.tolist()) if m > 0]
+    return {
+        "own_choice": tokens - len(divergences),
+        "of": tokens,
         "largest_margin": max((d["margin"] for d in divergences), default=0.0),
         "divergences": divergences,
     }
@@ -243,7 +278,9 @@ def measure_acceptance(
     """Acceptance metrics alone, for use during training."""
     depth = min(depth, drafter.max_depth or depth)
     settings = Settings(max_new=max_new, batch_size=batch_size)
-    return metrics.acceptance(_decode(target, prompts, Sampler(temperature), Speculation(drafter, depth), settings))
+    return metrics.acceptance(
+        _decode(target, prompts, Sampler(temperature), Speculation(drafter, chain(depth)), settings)
+    )
 
 
 def spread(total: int, wanted: int) -> list[int]:
@@ -283,12 +320,22 @@ def _scores(target: Target, contexts: Sequence[list[int]], sampler: Sampler, see
     lengths_B = torch.tensor([len(ids) for ids in contexts], device=target.device)
     _, last_BTD = target.hidden(pad_ids(contexts).to(target.device))
     logits_BV = target.unembed(last_BTD[torch.arange(len(contexts)), lengths_B - 1])
-    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
+    return torch.cat(
+        [
+            _plain_scores(logits_BV[i : i + 1], torch.tensor([seed]), int(lengths_B[i]), sampler)
+            for i, seed in enumerate(seeds)
+        ]
+    )
+
+
+def _plain_scores(logits_TV: torch.Tensor, seeds_T: torch.Tensor, first: int, sampler: Sampler) -> torch.Tensor:
+    """What plain decoding maximises, (T, V), for the tokens at positions `first`, `first` + 1, …"""
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     if sampler.greedy:
-        return logits_BV
-    token_ids_V = torch.arange(logits_BV.shape[1], device=target.device)
-    seeds_B = torch.tensor(seeds, device=target.device)
-    return sampler.log_probs(logits_BV) + noise.gumbel(seeds_B, lengths_B[:, None], token_ids_V)[:, 0]
+        return logits_TV
+    token_ids_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
+    positions_T1 = first + torch.arange(len(logits_TV), device=logits_TV.device)[:, None]
+    return sampler.log_probs(logits_TV) + noise.gumbel(seeds_T.to(logits_TV.device), positions_T1, token_ids_V)[:, 0]
 
 
 def _by_category(conversations: Sequence[Conversation], outputs: Sequence[Output]) -> dict[str, metrics.Interval]:
@@ -303,7 +350,7 @@ def _record(
     target: Target, name: str, drafter: Drafter, conversations: Sequence[Conversation], settings: Settings
 ) -> dict[str, Any]:
     """Where the numbers come from."""
-    parameters = list(drafter.parameters()) if isinstance(drafter, torch.nn.Module) else []
+    parameters = list(drafter.weights())
     return {
         "target": target.name,
         "target_fingerprint": target.shape.fingerprint,
@@ -323,7 +370,11 @@ def _record(
         },
         "num_prompts": len(conversations),
         "prompt_hash": _hash([c.messages for c in conversations]),
-        "settings": dataclasses.asdict(settings),
+        "settings": {
+            **dataclasses.asdict(settings),
+            "plans": [*map(plan_name, settings.plans)],
+            "speed_plans": [*map(plan_name, settings.speed_plans)],
+        },
         "definitions": metrics.DEFINITIONS,
     }
 

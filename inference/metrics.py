@@ -1,6 +1,6 @@
 """The numbers of a decoding, with one definition each (printed with every report). A share of nothing is None.
 
-Per round: k tokens proposed along the path, a accepted by the rule, c committed after end-of-sequence and budget.
+Per round: n nodes proposed, k deep, a accepted by the rule, c committed after end-of-sequence and budget.
 Pooled values carry a bootstrap interval over prompts (rounds of one prompt are not independent).
 """
 
@@ -9,19 +9,21 @@ from typing import TypedDict, TypeVar
 
 import numpy as np
 
-from draftsmith.inference.decode import Output
+from draftsmith.inference.decode import Output, Round
 
 DEFINITIONS = {
     "tokens_per_round": "tokens committed / rounds, pooled; the token that the prefill yields is not counted",
     "acceptance_length_raw": "mean of accepted + 1 per round, before truncation at end-of-sequence or budget",
-    "draft_acceptance_rate": "accepted / proposed draft tokens, pooled",
+    "draft_acceptance_rate": "accepted / proposed draft tokens, pooled (chains)",
+    "node_utilisation": "accepted / proposed nodes, pooled (trees)",
+    "path_acceptance": "accepted / depth of the tree, pooled (trees)",
     "cond_accept": "for i = 1..K: rounds with >= i accepted / rounds with >= i - 1 accepted",
     "uncond_accept": "for i = 1..K: rounds with >= i accepted / rounds",
     "speedup": "tokens/s with / without speculation, the same prompts at batch 1, interleaved in one run, prefill excluded",
     "speedup_predicted": "tokens_per_round / (draft + verify + other time of a round on the speed prompts, in plain steps)",
 }
 
-Rounds = Sequence[tuple[int, int, int]]
+Rounds = Sequence[Round]
 Item = TypeVar("Item")
 
 
@@ -36,24 +38,32 @@ class Interval(TypedDict):
 def acceptance(outputs: Sequence[Output]) -> dict[str, object]:
     """All acceptance metrics of a set of outputs; empty rounds (answers of one token) are fine."""
     rounds = [round_ for output in outputs for round_ in output.rounds]
-    depth = max((k for k, _, _ in rounds), default=0)
-    reached = [sum(a >= i for _, a, _ in rounds) for i in range(depth + 1)]
-    eligible = [sum(a >= i - 1 and k >= i for k, a, _ in rounds) for i in range(1, depth + 1)]
+    depth = max((round_.proposed for round_ in rounds), default=0)
+    reached = [sum(round_.accepted >= i for round_ in rounds) for i in range(depth + 1)]
+    eligible = [sum(r.accepted >= i - 1 and r.proposed >= i for r in rounds) for i in range(1, depth + 1)]
     return {
         "rounds": len(rounds),
         "tokens": sum(len(output.ids) for output in outputs),
         "tokens_per_round": pooled([output.rounds for output in outputs], tokens_per_round),
-        "acceptance_length_raw": _share(sum(a + 1 for _, a, _ in rounds), len(rounds)),
-        "draft_acceptance_rate": _share(sum(a for _, a, _ in rounds), sum(k for k, _, _ in rounds)),
+        "acceptance_length_raw": _share(sum(r.accepted + 1 for r in rounds), len(rounds)),
+        **_rates(rounds),
         "cond_accept": [_share(reached[i], eligible[i - 1]) for i in range(1, depth + 1)],
         "uncond_accept": [_share(reached[i], len(rounds)) for i in range(1, depth + 1)],
     }
 
 
+def _rates(rounds: Rounds) -> dict[str, float | None]:
+    """Accepted per proposed; a tree has other names, because its siblings exclude each other."""
+    accepted, deep, nodes = (sum(r[i] for r in rounds) for i in (1, 0, 3))
+    if nodes == deep:
+        return {"draft_acceptance_rate": _share(accepted, deep)}
+    return {"node_utilisation": _share(accepted, nodes), "path_acceptance": _share(accepted, deep)}
+
+
 def tokens_per_round(prompts: Sequence[Rounds]) -> float:
     """Tokens committed per round; 1 without a round, as plain decoding."""
     rounds = [round_ for prompt in prompts for round_ in prompt]
-    return sum(c for _, _, c in rounds) / len(rounds) if rounds else 1.0
+    return sum(round_.committed for round_ in rounds) / len(rounds) if rounds else 1.0
 
 
 def pooled(items: Sequence[Item], statistic: Callable[[Sequence[Item]], float], *, samples: int = 1000) -> Interval:

@@ -39,6 +39,12 @@ def coins(seeds_B: Tensor, positions_BR: Tensor, stream: int) -> Tensor:
     return uniform(seeds_B, positions_BR, zero, stream)[..., 0]
 
 
+def private(roots: Tensor, use: int) -> Tensor:
+    """The place of the `use`-th independent draw in the round whose root stands there: no round sees the noise of another one,
+    which rules that look beyond what they accept rely on. For the private streams; `TOKENS` is keyed by absolute position."""
+    return roots * 4096 + use
+
+
 def _draw(seeds_B: Tensor, positions_BR: Tensor, token_ids_V: Tensor, stream: int, to_gumbel: bool) -> Tensor:
     key_BR = _mix64(_mix64(seeds_B[:, None] + torch.tensor(stream + 1) * _GOLDEN) + positions_BR * _GOLDEN)
     key_n1 = key_BR.reshape(-1, 1)

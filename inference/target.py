@@ -21,6 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from draftsmith.drafters.base import LayerId, Shape
+from draftsmith.drafters.grow import Frontier, seen_slots
+from draftsmith.drafters.tree import Tree
 from draftsmith.inference.cache import KVCache
 
 
@@ -109,9 +111,10 @@ class Target:
         cache: KVCache,
         layers: Sequence[LayerId] = (),
         *,
-        depth_R: Tensor | None = None,
-        ancestors_RR: Tensor | None = None,
+        tree: Tree | None = None,
         logits_at_B: Tensor | None = None,
+        frontier: Frontier | None = None,
+        behind: int = 0,
     ) -> TargetOutput:
         """One pass over R new rows per sequence, behind what the cache has committed. Commit afterwards.
 
@@ -119,15 +122,24 @@ class Target:
             ids_BR: int64, the root first.
             cache: where keys and values go; row b's rows get positions from `cache.lengths[b]` on.
             layers: which hidden states to return as features.
-            depth_R: int64, depth of each row below the root; None means a chain (0, 1, 2, …).
-            ancestors_RR: bool, which new rows each new row may see; None means a chain (all up to itself).
+            tree: how the rows hang together; None means a chain.
             logits_at_B: compute logits for this one row of each sequence only (prefill); None means all rows.
+            frontier: the rows are nodes that a draft model expands, the root committed; excludes `tree`. Not to be committed.
+            behind: uncommitted rows of earlier calls, behind which these go: the nodes expanded so far.
         """
-        slots = cache.begin(ids_BR.shape[1], ids_BR.device)
-        lengths_B = slots.index_BR[:, :1]
-        depth = torch.arange(ids_BR.shape[1], device=ids_BR.device) if depth_R is None else depth_R
-        positions_BR = lengths_B + depth
-        mask_BRS, key_positions_BS = _visible(slots.index_BR, slots.extent, depth, ancestors_RR)
+        slots = cache.begin(ids_BR.shape[1], ids_BR.device, behind)
+        slots_S = torch.arange(slots.extent, device=ids_BR.device)
+        if frontier is not None and frontier.visible_bMA is not None:
+            lengths_B = slots.index_BR[:, 0] - behind
+            positions_BR = (lengths_B + frontier.depth - 1)[:, None].expand_as(ids_BR)
+            mask_BRS = seen_slots(lengths_B, slots.extent, frontier)
+            key_positions_BS = slots_S.expand(len(ids_BR), -1)  # of nodes too late, so that no window leaves one out
+        elif tree is None or tree.is_chain:
+            positions_BR = slots.index_BR
+            mask_BRS, key_positions_BS = slots_S <= positions_BR[..., None], slots_S.expand(len(ids_BR), -1)
+        else:
+            positions_BR = slots.index_BR[:, :1] + tree.depth_bR
+            mask_BRS, key_positions_BS = _visible(slots.index_BR, slots.extent, tree)
         mask = self._attention_mask(mask_BRS, positions_BR, key_positions_BS)
         known_BR = positions_BR.clamp_max(self.shape.max_positions - 1)  # drafts may reach beyond; none of them is kept
         features, last = self._run(ids_BR, layers, position_ids=known_BR, attention_mask=mask, cache=cache)
@@ -322,17 +334,16 @@ def _grouped_attention(device: torch.device) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _visible(index_BR: Tensor, extent: int, depth_R: Tensor, ancestors_RR: Tensor | None) -> tuple[Tensor, Tensor]:
+def _visible(index_BR: Tensor, extent: int, tree: Tree) -> tuple[Tensor, Tensor]:
     """Which cache slots each new row sees, bool (B, R, S), and the position of the token in each slot, int64 (B, S)."""
-    slots_S = torch.arange(extent, device=index_BR.device)
-    if ancestors_RR is None:
-        return slots_S <= index_BR[..., None], slots_S.expand(len(index_BR), extent)
-    lengths_B1 = index_BR[:, :1]
-    committed_BS = slots_S < lengths_B1
-    new_BS = (slots_S - lengths_B1).clamp(0, len(depth_R) - 1)  # which new row a slot holds, where it holds one
-    fresh_BS = (slots_S >= lengths_B1) & (slots_S < lengths_B1 + len(depth_R))
-    mask_BRS = committed_BS[:, None] | (ancestors_RR[:, new_BS].transpose(0, 1) & fresh_BS[:, None])
-    return mask_BRS, torch.where(committed_BS, slots_S, lengths_B1 + depth_R[new_BS])
+    batch, num_rows = index_BR.shape
+    behind_BS = torch.arange(extent, device=index_BR.device) - index_BR[:, :1]
+    new_BS = behind_BS.clamp(0, num_rows - 1)  # which new row a slot holds, where it holds one
+    fresh_BS = (behind_BS >= 0) & (behind_BS < num_rows)
+    ancestors_BRR = tree.ancestors_bRR.expand(batch, -1, -1)
+    seen_BRS = ancestors_BRR.gather(2, new_BS[:, None].expand(-1, num_rows, -1)) & fresh_BS[:, None]
+    depth_BS = torch.where(fresh_BS, tree.depth_bR.expand(batch, -1).gather(1, new_BS), behind_BS)
+    return (behind_BS < 0)[:, None] | seen_BRS, index_BR[:, :1] + depth_BS
 
 
 def _refuse_other_states(model: nn.Module, config: Any, name: str) -> None:

@@ -133,13 +133,21 @@ def _add_eval(commands: Any) -> None:
     about = "measure real acceptance and speed on held-out prompts, through the lossless verify loop"
     parser = _command(commands, "eval", about, _eval)
     parser.add_argument(
-        "drafters", nargs="+", metavar="DRAFTER", help="run folder or drafter folder; several share a run"
+        "drafters",
+        nargs="+",
+        metavar="DRAFTER",
+        help="run folder, drafter folder, causal LM, or ngram; several share a run",
     )
     _target_arguments(parser)
     parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL of held-out prompts")
-    parser.add_argument("--k", type=_integers, default=(5,), metavar="K[,K]", help="draft lengths (default 5)")
+    about = "draft lengths (default 5)"
+    parser.add_argument("--k", type=_integers, default=None, metavar="K[,K]", help=about)
+    about = "a tree: dynamic:NODES[,DEPTH[,WIDTH]], wide:A,B,... (children per depth) or tree:PARENTS; may be repeated"
+    parser.add_argument("--tree", action="append", default=[], metavar="PLAN", help=about)
     _sampling_arguments(parser, several=True)
-    parser.add_argument("--rule", default="coupled", help="verification rule: coupled (default) or ratio")
+    parser.add_argument(
+        "--rule", default="coupled", help="verification rule: coupled (default), ratio, block, rrsw, ..."
+    )
     parser.add_argument("--draft", default=None, help="how draft tokens are chosen: coupled, sample or argmax")
     parser.add_argument("--max-new", type=int, default=128, metavar="N", help="tokens per answer (default 128)")
     parser.add_argument("--num-prompts", type=int, default=None, metavar="N", help="use so many, evenly spread")
@@ -157,16 +165,22 @@ def _add_eval(commands: Any) -> None:
 
 
 def _eval(options: argparse.Namespace) -> None:
-    from draftsmith import drafters
     from draftsmith.drafters.checkpoint import write_text
+    from draftsmith.drafters.tree import chain, parse_plan
     from draftsmith.inference.conversations import read_conversations
     from draftsmith.inference.evaluate import Settings, evaluate, spread
+    from draftsmith.inference.loading import load_drafter
     from draftsmith.scripts.tables import eval_table
 
     _positive(options, "max_new", "batch_size", "repeats", "speed_max_new", "num_prompts")
     if options.speed_prompts < (1 if options.speed_k else 0):
         raise ValueError(f"--speed-prompts is {options.speed_prompts}; give 0 or more, and at least 1 with --speed-k")
-    if set(options.speed_k) & set(options.k):
+    plans = [
+        *map(chain, options.k if options.k is not None else () if options.tree else (5,)),
+        *map(parse_plan, options.tree),
+    ]
+    speed_plans = [*map(chain, options.speed_k)]
+    if set(speed_plans) & set(plans):
         raise ValueError("--speed-k repeats a draft length of --k, whose speed is measured anyway; leave it out")
     conversations = read_conversations(options.prompts)
     if options.num_prompts is not None:
@@ -184,7 +198,7 @@ def _eval(options: argparse.Namespace) -> None:
     if unmeasured:
         raise ValueError(f"--speed-temperatures has {sorted(unmeasured)}, which --temperature has not")
     settings = Settings(
-        depths=options.k,
+        plans=tuple(plans),
         temperatures=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
@@ -193,16 +207,14 @@ def _eval(options: argparse.Namespace) -> None:
         max_new=options.max_new,
         batch_size=options.batch_size,
         speed_prompts=options.speed_prompts,
-        speed_depths=options.speed_k,
+        speed_plans=tuple(speed_plans),
         speed_temperatures=options.speed_temperatures,
         speed_max_new=options.speed_max_new,
         repeats=options.repeats,
         seed=options.seed,
     )
-    loaded = {folder: drafters.load(folder) for folder in options.drafters}
     target = _load_target(options)
-    for drafter in loaded.values():
-        drafter.to(device=target.device, dtype=target.dtype)
+    loaded = {name: load_drafter(name, target) for name in options.drafters}
     reports = evaluate(target, loaded, conversations, settings)
     for file, report in zip(files, reports.values(), strict=False):
         write_text(file, json.dumps(report, indent=2) + "\n")
@@ -214,34 +226,36 @@ def _eval(options: argparse.Namespace) -> None:
 
 def _add_generate(commands: Any) -> None:
     parser = _command(commands, "generate", "answer one prompt, tokens that the drafter guessed in green", _generate)
-    parser.add_argument("drafter", metavar="DRAFTER", help="run folder or drafter folder")
+    parser.add_argument("drafter", metavar="DRAFTER", help="run folder, drafter folder, causal LM, or ngram")
     _target_arguments(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--k", type=int, default=5, metavar="K", help="draft length (default 5)")
+    parser.add_argument("--tree", default=None, metavar="PLAN", help="a tree instead, as for eval: dynamic:16, ...")
     parser.add_argument("--max-new", type=int, default=256, metavar="N", help="token budget (default 256)")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     _sampling_arguments(parser)
 
 
 def _generate(options: argparse.Namespace) -> None:
-    from draftsmith import drafters
+    from draftsmith.drafters.tree import chain, parse_plan
     from draftsmith.inference.conversations import prompt_ids
-    from draftsmith.inference.decode import Seconds, Speculation, generate
+    from draftsmith.inference.decode import Seconds, generate
+    from draftsmith.inference.loading import load_drafter
     from draftsmith.inference.metrics import tokens_per_round
     from draftsmith.inference.sampling import Sampler
+    from draftsmith.inference.speculation import Speculation
     from draftsmith.scripts.tables import Stream
 
-    drafter = drafters.load(options.drafter)
     target = _load_target(options)
-    drafter.to(device=target.device, dtype=target.dtype)
-    depth = min(options.k, drafter.max_depth or options.k)
+    drafter = load_drafter(options.drafter, target)
+    plan = parse_plan(options.tree) if options.tree else chain(min(options.k, drafter.max_depth or options.k))
     stream, seconds = Stream(target.tokenizer), Seconds()
     outputs = generate(
         target,
         [prompt_ids(target.tokenizer, [{"role": "user", "content": options.prompt}])],
         max_new=options.max_new,
         sampler=Sampler(options.temperature, options.top_k, options.top_p),
-        speculation=Speculation(drafter, depth),
+        speculation=Speculation(drafter, plan),
         seeds=[options.seed],
         on_tokens=lambda _row, tokens, drafted: stream.add(tokens, drafted),
         seconds=seconds,

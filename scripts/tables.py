@@ -9,11 +9,11 @@ GREEN, RESET = "\033[32m", "\033[0m"
 
 
 def eval_table(report: dict[str, Any]) -> str:
-    """One row per temperature and K, then the categories, then the evidence of losslessness."""
+    """One row per temperature and plan, then the categories, then the evidence of losslessness."""
     record, results = report["record"], report["results"]
     header = (
         "T",
-        "K",
+        "K or tree",
         "tau [95 % interval]",
         "accepted given the one before",
         "plain",
@@ -24,7 +24,7 @@ def eval_table(report: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [header]
     for r in results:
         tau = r["tokens_per_round"]
-        row = [f"{r['temperature']:g}", str(r["k"]), f"{tau['value']:.2f} [{tau['low']:.2f}, {tau['high']:.2f}]"]
+        row = [f"{r['temperature']:g}", _plan(r), f"{tau['value']:.2f} [{tau['low']:.2f}, {tau['high']:.2f}]"]
         row.append(" ".join("-" if a is None else f"{a:.2f}" for a in r["cond_accept"]))
         if "speedup" in r:
             s = r["speedup"]
@@ -45,18 +45,30 @@ def eval_table(report: dict[str, Any]) -> str:
     whole = [r for r in results if not r["speed_only"]]
     for r in whole:
         categories = ", ".join(f"{name} {value['value']:.2f}" for name, value in r["categories"].items())
-        out.append(f"T = {r['temperature']:g}, K = {r['k']}, tau by category: {categories}")
+        out.append(f"T = {r['temperature']:g}, {_plan(r, 'K = ')}, tau by category: {categories}")
     out.append("")
     for r in whole:
         flag = "lossless" if r["lossless"] else "LOSSY"
-        line = f"T = {r['temperature']:g}, K = {r['k']}: rule {r['rule']} ({flag})"
+        line = f"T = {r['temperature']:g}, {_plan(r, 'K = ')}: rule {r['rule']} ({flag})"
         if "agreement" in r:
             a = r["agreement"]
             line += f"; {a['identical']} of {a['of']} outputs identical to plain decoding"
             if a["divergences"]:
                 line += f", largest margin at a divergence {a['largest_margin']:.2g} ({record['dtype']})"
+            forced = a["teacher_forced"]
+            line += f"; read in one pass, the target would choose {forced['own_choice']} of the {forced['of']} tokens itself"
+            if forced["divergences"]:
+                line += f", the others lose to it by at most {forced['largest_margin']:.2g}"
         out.append(line)
     return "\n".join(out)
+
+
+def _plan(result: dict[str, Any], chain: str = "") -> str:
+    """K of a chain, or what tree it was."""
+    plan: str = result["plan"]
+    if plan.isdigit():
+        return chain + plan
+    return f"tree of {result['nodes']}" if plan.startswith("tree:") else plan
 
 
 class Stream:

@@ -5,6 +5,7 @@ saved to disk for what has to go through files and processes.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith import drafters
-from draftsmith.drafters.base import TrainableDrafter
+from draftsmith.drafters.base import Drawn, Picked, TrainableDrafter
 from draftsmith.inference.target import Target
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no forked-process warning from data workers
@@ -83,6 +85,25 @@ def make_drafter(kind: str, target: Target, seed: int = 1, noise: float = 0.0, *
     return drafter.eval()
 
 
+class Watch:
+    """A `Pick` that notes the logits it is shown (those of the first node of each depth) and takes the most likely tokens, or those
+    that `choose(depth)` gives."""
+
+    drawn: Drawn = "fixed"
+
+    def __init__(self, choose: Callable[[int], Tensor] | None = None) -> None:
+        self.seen: list[Tensor] = []
+        self._choose = choose
+
+    def __call__(self, logits_BMW: Tensor, depth: int, token_ids_W: Tensor | None, count: int) -> Picked:
+        self.seen.append(logits_BMW[:, 0])
+        index_BMk = logits_BMW.topk(count).indices
+        tokens_BMk = index_BMk if token_ids_W is None else token_ids_W[index_BMk]
+        if self._choose is not None:
+            tokens_BMk = self._choose(depth)[:, None, None]
+        return Picked(tokens_BMk, logits_BMW.log_softmax(-1).gather(2, index_BMk), None)
+
+
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of 320 ids with ChatML, without any download."""
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -136,6 +157,7 @@ def toy() -> SimpleNamespace:
         make_model=make_model,
         make_target=make_target,
         make_drafter=make_drafter,
+        Watch=Watch,
         make_tokenizer=make_tokenizer,
     )
 

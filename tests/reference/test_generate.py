@@ -8,8 +8,10 @@ import torch
 from transformers import GenerationConfig
 
 from draftsmith import drafters
-from draftsmith.inference.decode import Speculation, generate
+from draftsmith.drafters.tree import chain
+from draftsmith.inference.decode import generate
 from draftsmith.inference.sampling import Sampler
+from draftsmith.inference.speculation import Speculation
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20], [21, 22], [30, 31, 32]]
 
@@ -25,7 +27,7 @@ def reference(target: Any, prompt: list[int], num_tokens: int, eos: list[int] | 
 def greedy(
     target: Any, prompts: list[list[int]], num_tokens: int, drafter: Any = None, depth: int = 3
 ) -> list[list[int]]:
-    speculation = Speculation(drafter, depth) if drafter else None
+    speculation = Speculation(drafter, chain(depth)) if drafter else None
     outputs = generate(
         target, prompts, max_new=num_tokens, sampler=Sampler(), speculation=speculation, stop_at_eos=False
     )
@@ -53,7 +55,7 @@ def test_generation_ends_where_that_of_transformers_ends(toy: SimpleNamespace) -
     ends = [free[0][7], free[2][3]]
     target.eos_ids = tuple(ends)
     drafter = toy.make_drafter("eagle3", target)
-    outputs = generate(target, PROMPTS, max_new=20, sampler=Sampler(), speculation=Speculation(drafter, 3))
+    outputs = generate(target, PROMPTS, max_new=20, sampler=Sampler(), speculation=Speculation(drafter, chain(3)))
     expected = [reference(target, prompt, 20, ends) for prompt in PROMPTS]
     assert [output.ids for output in outputs] == expected
     assert len(set(map(len, expected))) > 1

@@ -9,9 +9,11 @@ import torch
 from transformers import GenerationConfig
 
 from draftsmith import drafters
+from draftsmith.drafters.tree import chain
 from draftsmith.inference.conversations import prompt_ids, render
-from draftsmith.inference.decode import Output, Speculation, generate
+from draftsmith.inference.decode import Output, generate
 from draftsmith.inference.sampling import Sampler
+from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.target import Target, load
 
 pytestmark = pytest.mark.model
@@ -53,7 +55,7 @@ def decode(
         prompts,
         max_new=num_tokens,
         sampler=Sampler(temperature),
-        speculation=Speculation(drafter, 2) if drafter else None,
+        speculation=Speculation(drafter, chain(2)) if drafter else None,
         seeds=[11, 12, 13][: len(prompts)],
     )
 

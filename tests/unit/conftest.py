@@ -11,6 +11,8 @@ from torch import Tensor
 
 from draftsmith.drafters import tree
 from draftsmith.drafters.base import Drafter, Pick, Proposal, TargetHead
+from draftsmith.drafters.grow import Frontier, grow
+from draftsmith.drafters.tree import Fixed, Plan
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.target import Target
 
@@ -36,6 +38,12 @@ class Stub(Drafter):
     def observe(self, state: Place, ids_BC: Tensor, features_BCF: Tensor, next_B: Tensor, counts: list[int]) -> Place:
         return Place(state.rows, [a + b for a, b in zip(state.lengths, counts, strict=True)], next_B)
 
+    def replace(self, state: Place, rows_B: Tensor, other: Place) -> Place:
+        rows, lengths = list(state.rows), list(state.lengths)
+        for index, row in enumerate(rows_B.tolist()):
+            rows[row], lengths[row] = other.rows[index], other.lengths[index]
+        return Place(rows, lengths, state.root_B.index_copy(0, rows_B, other.root_B))
+
     def select(self, state: Place, rows_B: Tensor) -> Place:
         rows = rows_B.tolist()
         return Place([state.rows[i] for i in rows], [state.lengths[i] for i in rows], state.root_B[rows_B])
@@ -47,13 +55,10 @@ class Scripted(Stub):
     Args:
         texts: prompt and continuation of each row.
         place: (row, position, number of siblings) -> which sibling carries the true token; the number itself means none.
-        parents: shape of the tree; None means a chain of the asked depth.
     """
 
-    def __init__(
-        self, texts: list[list[int]], place: Callable[[int, int, int], int], parents: tuple[int, ...] | None = None
-    ) -> None:
-        self.texts, self.place, self.parents = texts, place, parents
+    def __init__(self, texts: list[list[int]], place: Callable[[int, int, int], int]) -> None:
+        self.texts, self.place = texts, place
         self.observed: list[tuple[int, int, Tensor]] = []  # row, first position, features from there on
 
     def observe(self, state: Place, ids_BC: Tensor, features_BCF: Tensor, next_B: Tensor, counts: list[int]) -> Place:
@@ -65,8 +70,9 @@ class Scripted(Stub):
                 assert seen == text[length : length + count + 1]
         return super().observe(state, ids_BC, features_BCF, next_B, counts)
 
-    def propose(self, state: Place, depth: int, pick: Pick) -> Proposal:
-        parents = tree.chain(depth) if self.parents is None else self.parents
+    def propose(self, state: Place, plan: Plan, pick: Pick) -> Proposal:
+        assert isinstance(plan, Fixed)
+        parents = plan.parents
         depths = tree.depths(parents)[1:]
         tokens_BN = torch.zeros(len(state.rows), len(parents), dtype=torch.int64)
         for index, (row, length) in enumerate(zip(state.rows, state.lengths, strict=True)):
@@ -76,21 +82,27 @@ class Scripted(Stub):
                 true = self.texts[row][position] if position < len(self.texts[row]) else 0
                 chosen, rank = self.place(row, position, len(siblings)), siblings.index(node)
                 tokens_BN[index, node] = true if chosen == rank else (true + 1 + rank) % self.vocab_size
-        return Proposal(tokens_BN, parents)
+        return Proposal(tokens_BN, tree.fixed(parents), "fixed")
 
 
 class Constant(Stub):
     """Always drafts the same token."""
 
-    def propose(self, state: Place, depth: int, pick: Pick) -> Proposal:
-        return Proposal(torch.full((len(state.rows), depth), 7), tree.chain(depth))
+    grows_trees = False
+
+    def propose(self, state: Place, plan: Plan, pick: Pick) -> Proposal:
+        return Proposal(
+            torch.full((len(state.rows), plan.nodes), 7), tree.fixed(tree.chain(plan.nodes).parents), "fixed"
+        )
 
 
 class Random(Stub):
-    """Drafts anything."""
+    """Drafts anything; siblings may be equal."""
 
-    def propose(self, state: Place, depth: int, pick: Pick) -> Proposal:
-        return Proposal(torch.randint(0, self.vocab_size, (len(state.rows), depth)), tree.chain(depth))
+    def propose(self, state: Place, plan: Plan, pick: Pick) -> Proposal:
+        assert isinstance(plan, Fixed)
+        tokens_BN = torch.randint(0, self.vocab_size, (len(state.rows), plan.nodes))
+        return Proposal(tokens_BN, tree.fixed(plan.parents), "fixed")
 
 
 class Table(Stub):
@@ -99,14 +111,11 @@ class Table(Stub):
     def __init__(self, logits_VW: Tensor, token_ids_W: Tensor | None = None) -> None:
         self.logits_VW, self.token_ids_W = logits_VW, token_ids_W
 
-    def propose(self, state: Place, depth: int, pick: Pick) -> Proposal:
-        token_B, tokens, probs = state.root_B, [], []
-        for step in range(depth):
-            token_B, probs_BV = pick(self.logits_VW[token_B], step, self.token_ids_W)
-            tokens.append(token_B)
-            if probs_BV is not None:
-                probs.append(probs_BV)
-        return Proposal(torch.stack(tokens, 1), tree.chain(depth), torch.stack(probs, 1) if probs else None)
+    def propose(self, state: Place, plan: Plan, pick: Pick) -> Proposal:
+        def expand(frontier: Frontier) -> Tensor:
+            return self.logits_VW[frontier.tokens_BM]
+
+        return grow(plan, self.logits_VW[state.root_B], expand, pick, self.token_ids_W)
 
 
 def prefill(target: Target, ids: list[int], layers: tuple[Any, ...] = ()) -> tuple[KVCache, Any]:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters import tree
-from draftsmith.drafters.kv import KeyValues, plan
+from draftsmith.drafters.kv import KeyValues, slots_behind
 from draftsmith.inference.cache import KVCache
-from draftsmith.inference.decode import Speculation, generate
+from draftsmith.inference.decode import generate
 from draftsmith.inference.sampling import Sampler
+from draftsmith.inference.speculation import Speculation
 
 CPU = torch.device("cpu")
 PARENTS = (-1, -1, 0, 0, 1, 4)  # drawn in test_tree.py
@@ -25,7 +26,7 @@ PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20], [21,
 def test_new_entries_land_behind_each_row_s_own_length() -> None:
     cache = KeyValues(2, 1, 6, 1, torch.float64, CPU)
     keys = torch.tensor([[[[1.0], [2.0]]], [[[3.0], [4.0]]]], dtype=torch.float64)
-    seen, values = cache.write(keys, -keys, plan([0, 3], 2, CPU))
+    seen, values = cache.write(keys, -keys, slots_behind([0, 3], 2, CPU))
     assert seen[..., 0].tolist() == [[[1, 2, 0, 0, 0]], [[0, 0, 0, 3, 4]]]
     assert torch.equal(values, -seen)
 
@@ -34,8 +35,8 @@ def test_equal_and_ragged_lengths_write_the_same() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(3, 2, 4, 5), torch.randn(3, 2, 4, 5)
     sliced, indexed = (KeyValues(3, 2, 9, 5, torch.float32, CPU) for _ in range(2))
-    slots = plan([2, 2, 2], 4, CPU)
-    assert slots.start == 2 and plan([2, 3, 2], 4, CPU).start is None
+    slots = slots_behind([2, 2, 2], 4, CPU)
+    assert slots.start == 2 and slots_behind([2, 3, 2], 4, CPU).start is None
     one = sliced.write(keys, values, slots)
     ragged = type(slots)(None, slots.index_BR, slots.extent)
     for a, b in zip(one, indexed.write(keys, values, ragged), strict=True):
@@ -78,10 +79,10 @@ def test_a_committed_tree_path_equals_a_fresh_pass(
     target.forward(torch.tensor([prompts[0], prompts[1] + [0] * 7]), cache)
     cache.commit([10, 3])
     new_BR = torch.tensor([[30, 31, 32, 33, 34, 35, 36], [40, 41, 42, 43, 44, 45, 46]])
-    depth_R = torch.tensor(tree.depths(PARENTS))
-    target.forward(new_BR, cache, depth_R=depth_R, ancestors_RR=tree.ancestor_mask(PARENTS))
-    rows_BP = tree.path_rows(PARENTS)[[end_row, 5]]
-    counts = [int(depth_R[end_row]) + 1, 3]
+    shape = tree.fixed(PARENTS)
+    target.forward(new_BR, cache, tree=shape)
+    rows_BP = shape.paths(torch.tensor([end_row, 5]))
+    counts = [tree.depths(PARENTS)[end_row] + 1, 3]
     cache.commit(counts, rows_BP)
     for row in range(2):
         prompts[row] += new_BR[row, rows_BP[row, : counts[row]]].tolist()
@@ -119,15 +120,15 @@ def test_after_every_round_the_target_s_cache_equals_a_fresh_pass(
     target = toy.make_target("llama", dtype, num_hidden_layers=2)
     plain = generate(target, PROMPTS, max_new=14, sampler=Sampler(), stop_at_eos=False)
     texts = [prompt + output.ids for prompt, output in zip(PROMPTS, plain, strict=True)]
-    parents = PARENTS if shape == "tree" else None
-    drafter = stubs.Scripted(texts, mostly_right, parents)
+    plan = tree.Fixed(PARENTS) if shape == "tree" else tree.chain(3)
+    drafter = stubs.Scripted(texts, mostly_right)
     drafter.feature_layers = (1, "last")
     audited = Audited(target, tools, atol)
     outputs = generate(
-        audited, PROMPTS, max_new=10, sampler=Sampler(), speculation=Speculation(drafter, 3), stop_at_eos=False
+        audited, PROMPTS, max_new=10, sampler=Sampler(), speculation=Speculation(drafter, plan), stop_at_eos=False
     )
     assert [output.ids for output in outputs] == [output.ids[:10] for output in plain]
-    assert {accepted for output in outputs for _, accepted, _ in output.rounds} >= {0, 1, 2}
+    assert {accepted for output in outputs for _, accepted, *_ in output.rounds} >= {0, 1, 2}
     assert audited.audits > 15
     committed = [text[: len(prompt) + 9] for text, prompt in zip(texts, PROMPTS, strict=True)]
     for text in committed:  # by another way than the audit: the cache read what was emitted
@@ -139,9 +140,10 @@ def test_after_every_round_the_target_s_cache_equals_a_fresh_pass(
         torch.testing.assert_close(features[: len(expected)], expected, atol=atol, rtol=0)
 
 
+@pytest.mark.parametrize("plan", [tree.chain(3), tree.Fixed(PARENTS), tree.Dynamic(6, 3, 2)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"norm_output": True}, {"fc_norm": True}, {"draft_vocab_size": None}])
 def test_after_every_round_the_eagle_drafter_s_cache_equals_a_fresh_observation(
-    toy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    toy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], plan: tree.Plan
 ) -> None:
     """Its own keys and values of committed tokens come from the target's features, never from drafted ones."""
     target = toy.make_target("llama")
@@ -174,7 +176,14 @@ def test_after_every_round_the_eagle_drafter_s_cache_equals_a_fresh_observation(
 
     monkeypatch.setattr(drafter, "observe", observe)
     monkeypatch.setattr(drafter, "select", chosen)
-    generate(target, PROMPTS, max_new=8, sampler=Sampler(1.5), speculation=Speculation(drafter, 4), stop_at_eos=False)
+    generate(
+        target,
+        PROMPTS,
+        max_new=8,
+        sampler=Sampler(1.5),
+        speculation=Speculation(drafter, plan),
+        stop_at_eos=False,
+    )
     assert audits > 20
 
 

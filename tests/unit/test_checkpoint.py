@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith import drafters
+from draftsmith.drafters import tree
 from draftsmith.drafters.base import TrainableDrafter
 from draftsmith.inference.target import Target
 from draftsmith.train.data import Sequence
@@ -42,17 +43,11 @@ def drafted(drafter: TrainableDrafter, toy: SimpleNamespace) -> list[Tensor]:
     width = len(drafter.feature_layers) * toy.WIDTH
     ids_BC = torch.randint(3, toy.VOCAB, (2, 5), generator=generator)
     features = torch.randn(2, 5, width, generator=generator)
-    seen: list[Tensor] = []
-
-    def pick(logits_BW: Tensor, depth: int, token_ids_W: Tensor | None) -> tuple[Tensor, None]:
-        seen.append(logits_BW)
-        index_B = logits_BW.argmax(-1)
-        return (index_B if token_ids_W is None else token_ids_W[index_B]), None
-
+    watch = toy.Watch()
     with torch.inference_mode():
         state = drafter.observe(drafter.init(2, 16), ids_BC, features, torch.tensor([4, 5]), [5, 3])
-        drafter.propose(state, 3, pick)
-    return seen
+        drafter.propose(state, tree.chain(3), watch)
+    return watch.seen
 
 
 @pytest.mark.parametrize("kind, changes", VARIANTS, ids=str)

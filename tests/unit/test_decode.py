@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from draftsmith import drafters
-from draftsmith.inference import decode, verify
-from draftsmith.inference.decode import Output, Seconds, Speculation, generate
+from draftsmith.drafters.tree import Fixed, chain
+from draftsmith.inference.decode import Output, Seconds, generate
 from draftsmith.inference.sampling import Sampler
+from draftsmith.inference.speculation import Speculation
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20], [21, 22], [30, 31, 32]]
 SEEDS = [3, 141, 59, 26, 5]
@@ -55,10 +56,10 @@ def ids(outputs: list[Output]) -> list[list[int]]:
 def check_rounds(outputs: list[Output]) -> None:
     """Counts that any decoding must obey: the prefill's token is in no round."""
     for output in outputs:
-        assert 1 + sum(committed for _, _, committed in output.rounds) == len(output.ids)
-        for proposed, accepted, committed in output.rounds[:-1]:
+        assert 1 + sum(committed for _, _, committed, _ in output.rounds) == len(output.ids)
+        for proposed, accepted, committed, _ in output.rounds[:-1]:
             assert 0 <= accepted <= proposed and committed == accepted + 1
-        for proposed, accepted, committed in output.rounds[-1:]:
+        for proposed, accepted, committed, _ in output.rounds[-1:]:
             assert 1 <= committed <= accepted + 1 <= proposed + 1
 
 
@@ -88,12 +89,17 @@ def test_greedy_tokens_are_those_of_plain_decoding(
         prompts = [PROMPTS[row] for row in rows]
         drafter = make(name, toy, stubs, target, [texts_of(plain, PROMPTS)[row] for row in rows])
         outputs = generate(
-            target, prompts, max_new=10, sampler=Sampler(), speculation=Speculation(drafter, depth), stop_at_eos=False
+            target,
+            prompts,
+            max_new=10,
+            sampler=Sampler(),
+            speculation=Speculation(drafter, chain(depth)),
+            stop_at_eos=False,
         )
         assert ids(outputs) == [plain[row].ids[:10] for row in rows]
         check_rounds(outputs)
         if name == "scripted" and len(rows) == 5:  # not vacuous: no, some and all drafts accepted
-            seen = {accepted for output in outputs for _, accepted, _ in output.rounds}
+            seen = {accepted for output in outputs for _, accepted, *_ in output.rounds}
             assert seen >= {0, depth} and (depth == 1 or len(seen) > 2)
 
 
@@ -109,13 +115,14 @@ def test_the_same_seeds_give_the_same_tokens_at_any_temperature(
         _sampled[key] = generate(target, PROMPTS, max_new=14, sampler=sampler, seeds=SEEDS, stop_at_eos=False)
     plain = _sampled[key]
     texts = texts_of(plain, PROMPTS)
-    drafter = stubs.Scripted(texts, mostly_right, TREE) if name == "tree" else make(name, toy, stubs, target, texts)
+    drafter = make("scripted" if name == "tree" else name, toy, stubs, target, texts)
+    plan = Fixed(TREE) if name == "tree" else chain(4)
     outputs = generate(
         target,
         PROMPTS,
         max_new=10,
         sampler=sampler,
-        speculation=Speculation(drafter, 4),
+        speculation=Speculation(drafter, plan),
         seeds=SEEDS,
         stop_at_eos=False,
     )
@@ -123,7 +130,7 @@ def test_the_same_seeds_give_the_same_tokens_at_any_temperature(
     assert ids(plain) != ids(_targets[target.config.model_type][1])  # it was sampled
     check_rounds(outputs)
     if name in ("scripted", "tree"):
-        seen = {accepted for output in outputs for _, accepted, _ in output.rounds}
+        seen = {accepted for output in outputs for _, accepted, *_ in output.rounds}
         assert seen >= {0, 1, 2, 4}
 
 
@@ -133,12 +140,13 @@ def test_greedy_trees_and_chains_equal_plain_decoding_in_fp32(
 ) -> None:
     target = toy.make_target("llama", torch.float32)
     plain = generate(target, PROMPTS, max_new=40, sampler=Sampler(), stop_at_eos=False)
-    drafter = stubs.Scripted(texts_of(plain, PROMPTS), mostly_right, TREE if name == "tree" else None)
+    drafter = stubs.Scripted(texts_of(plain, PROMPTS), mostly_right)
+    plan = Fixed(TREE) if name == "tree" else chain(4)
     outputs = generate(
-        target, PROMPTS, max_new=36, sampler=Sampler(), speculation=Speculation(drafter, 4), stop_at_eos=False
+        target, PROMPTS, max_new=36, sampler=Sampler(), speculation=Speculation(drafter, plan), stop_at_eos=False
     )
     assert ids(outputs) == [output.ids[:36] for output in plain]
-    assert max(accepted for output in outputs for _, accepted, _ in output.rounds) >= 3
+    assert max(accepted for output in outputs for _, accepted, *_ in output.rounds) >= 3
 
 
 def test_a_drafter_that_is_always_right_gives_depth_plus_one_tokens_a_round(
@@ -148,9 +156,9 @@ def test_a_drafter_that_is_always_right_gives_depth_plus_one_tokens_a_round(
     plain = generate(target, PROMPTS, max_new=30, sampler=Sampler(), stop_at_eos=False)
     drafter = stubs.Scripted(texts_of(plain, PROMPTS), always_right)
     outputs = generate(
-        target, PROMPTS, max_new=21, sampler=Sampler(), speculation=Speculation(drafter, 4), stop_at_eos=False
+        target, PROMPTS, max_new=21, sampler=Sampler(), speculation=Speculation(drafter, chain(4)), stop_at_eos=False
     )
-    assert all(output.rounds == [(4, 4, 5)] * 4 for output in outputs)
+    assert all(output.rounds == [(4, 4, 5, 4)] * 4 for output in outputs)
 
 
 def test_a_draft_equal_to_the_target_is_always_accepted_under_coupled_noise(
@@ -163,11 +171,11 @@ def test_a_draft_equal_to_the_target_is_always_accepted_under_coupled_noise(
         PROMPTS,
         max_new=21,
         sampler=Sampler(0.9, 12, 0.95),
-        speculation=Speculation(stubs.Table(table), 4),
+        speculation=Speculation(stubs.Table(table), chain(4)),
         seeds=SEEDS,
         stop_at_eos=False,
     )
-    assert all(output.rounds == [(4, 4, 5)] * 4 for output in outputs)
+    assert all(output.rounds == [(4, 4, 5, 4)] * 4 for output in outputs)
 
 
 def bigram_target(toy: SimpleNamespace) -> tuple[Any, torch.Tensor]:
@@ -183,7 +191,9 @@ def bigram_target(toy: SimpleNamespace) -> tuple[Any, torch.Tensor]:
 # ---- rows ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule, way", [("coupled", None), ("coupled", "argmax"), ("ratio", None), ("ratio", "argmax")])
+@pytest.mark.parametrize(
+    "rule, way", [("coupled", None), ("coupled", "argmax"), ("ratio", None), ("ratio", "argmax"), ("block", None)]
+)
 @pytest.mark.parametrize("name", ["eagle3", "table"])
 def test_a_row_s_tokens_do_not_depend_on_its_neighbours(
     toy: SimpleNamespace, stubs: SimpleNamespace, name: str, rule: str, way: str | None
@@ -203,7 +213,7 @@ def test_a_row_s_tokens_do_not_depend_on_its_neighbours(
             [PROMPTS[row] for row in rows],
             max_new=25,
             sampler=Sampler(0.8),
-            speculation=Speculation(drafter, 3, rule, way),
+            speculation=Speculation(drafter, chain(3), rule, way),
             seeds=[SEEDS[row] for row in rows],
         )
 
@@ -213,7 +223,7 @@ def test_a_row_s_tokens_do_not_depend_on_its_neighbours(
     together = run([0, 1, 2, 3, 4])
     assert len({len(output.ids) for output in together}) > 2
     if name == "table":
-        assert {a for output in together for _, a, _ in output.rounds} >= {0, 1}
+        assert {a for output in together for _, a, *_ in output.rounds} >= {0, 1}
     for row, output in enumerate(together):
         alone = run([row])[0]
         assert (alone.ids, alone.rounds, alone.finished) == (output.ids, output.rounds, output.finished)
@@ -237,7 +247,7 @@ def test_a_finished_row_that_waits_in_the_batch_takes_no_more_room(
     plain = generate(target, PROMPTS, max_new=90, sampler=Sampler(), stop_at_eos=False)
     drafter = stubs.Scripted(texts_of(plain, PROMPTS), lambda row, position, n: 0 if row == 2 else n)
     outputs = generate(
-        target, PROMPTS, max_new=24, sampler=Sampler(), speculation=Speculation(drafter, 3), stop_at_eos=False
+        target, PROMPTS, max_new=24, sampler=Sampler(), speculation=Speculation(drafter, chain(3)), stop_at_eos=False
     )
     assert ids(outputs) == [output.ids[:24] for output in plain]
     assert [len(output.rounds) for output in outputs] == [23, 23, 6, 23, 23]
@@ -262,7 +272,7 @@ def test_an_end_of_sequence_token_in_any_slot_ends_the_row_there(
     for end in firsts:
         target.eos_ids = (answer[end],)
         drafter = stubs.Scripted(texts_of(plain, prompts), place)
-        speculation = Speculation(drafter, 3)
+        speculation = Speculation(drafter, chain(3))
         outputs = generate(target, prompts, max_new=20, sampler=Sampler(1.5), speculation=speculation, seeds=[1, 2])
         assert outputs[0].ids == answer[: end + 1]
         assert outputs[0].finished
@@ -288,7 +298,7 @@ def test_the_budget_is_kept_exactly(toy: SimpleNamespace, stubs: SimpleNamespace
             PROMPTS,
             max_new=budget,
             sampler=Sampler(),
-            speculation=Speculation(drafter, depth),
+            speculation=Speculation(drafter, chain(depth)),
             stop_at_eos=False,
         )
         assert ids(outputs) == [output.ids[:budget] for output in plain]
@@ -305,7 +315,12 @@ def test_an_end_of_sequence_token_behind_the_budget_is_not_seen(toy: SimpleNames
     drafter = stubs.Scripted(texts_of(plain, [PROMPTS[0]]), always_right)
     for budget, finished in ((end, False), (end + 1, True)):
         output = generate(
-            target, [PROMPTS[0]], max_new=budget, sampler=Sampler(1.5), speculation=Speculation(drafter, 5), seeds=[1]
+            target,
+            [PROMPTS[0]],
+            max_new=budget,
+            sampler=Sampler(1.5),
+            speculation=Speculation(drafter, chain(5)),
+            seeds=[1],
         )[0]
         assert output.ids == answer[:budget] and output.finished == finished
 
@@ -322,7 +337,12 @@ def test_prompt_and_budget_may_fill_the_target_s_positions(
     for place in (always_right, lambda row, position, n: 0 if row == 2 else n):
         drafter = stubs.Scripted(texts_of(plain, PROMPTS), place)
         outputs = generate(
-            target, PROMPTS, max_new=21, sampler=Sampler(), speculation=Speculation(drafter, 5), stop_at_eos=False
+            target,
+            PROMPTS,
+            max_new=21,
+            sampler=Sampler(),
+            speculation=Speculation(drafter, chain(5)),
+            stop_at_eos=False,
         )
         assert ids(outputs) == ids(plain)
 
@@ -360,7 +380,7 @@ def test_a_round_costs_one_target_pass_and_one_drafter_step_per_drafted_token(
         PROMPTS,
         max_new=8,
         sampler=Sampler(),
-        speculation=Speculation(drafter, depth),
+        speculation=Speculation(drafter, chain(depth)),
         stop_at_eos=False,
         seconds=seconds,
     )
@@ -373,7 +393,7 @@ def test_a_round_costs_one_target_pass_and_one_drafter_step_per_drafted_token(
 def test_plain_decoding_counts_one_token_a_round(toy: SimpleNamespace) -> None:
     target = toy.make_target("llama", num_hidden_layers=2)
     outputs = generate(target, PROMPTS, max_new=6, sampler=Sampler(), stop_at_eos=False)
-    assert all(output.rounds == [(0, 0, 1)] * 5 for output in outputs)
+    assert all(output.rounds == [(0, 0, 1, 0)] * 5 for output in outputs)
 
 
 def test_streaming_brings_every_token_once_and_in_order(toy: SimpleNamespace, stubs: SimpleNamespace) -> None:
@@ -393,19 +413,24 @@ def test_streaming_brings_every_token_once_and_in_order(toy: SimpleNamespace, st
         PROMPTS,
         max_new=12,
         sampler=Sampler(1.5),
-        speculation=Speculation(stubs.Scripted(texts_of(plain, PROMPTS), mostly_right), 3),
+        speculation=Speculation(stubs.Scripted(texts_of(plain, PROMPTS), mostly_right), chain(3)),
         on_tokens=on_tokens,
     )
     assert streamed == ids(outputs)
     assert len({len(output.ids) for output in outputs}) > 1
-    assert drafted == [sum(min(a, c) for _, a, c in output.rounds) for output in outputs]
+    assert drafted == [sum(min(a, c) for _, a, c, _ in output.rounds) for output in outputs]
 
 
 def test_times_are_split_into_parts_that_are_all_counted(toy: SimpleNamespace, stubs: SimpleNamespace) -> None:
     target = toy.make_target("llama", num_hidden_layers=2)
     seconds = Seconds()
     generate(
-        target, PROMPTS, max_new=6, sampler=Sampler(), speculation=Speculation(stubs.Constant(), 2), seconds=seconds
+        target,
+        PROMPTS,
+        max_new=6,
+        sampler=Sampler(),
+        speculation=Speculation(stubs.Constant(), chain(2)),
+        seconds=seconds,
     )
     assert min(seconds.prefill, seconds.draft, seconds.verify, seconds.other) > 0
     assert seconds.decode == seconds.draft + seconds.verify + seconds.other
@@ -435,25 +460,25 @@ def test_an_impossible_request_is_refused(
 def test_an_impossible_speculation_is_refused(toy: SimpleNamespace, stubs: SimpleNamespace) -> None:
     medusa = toy.make_drafter("medusa", toy.make_target("llama"))
     with pytest.raises(ValueError, match="unknown verification rule 'ratios'; did you mean 'ratio'"):
-        Speculation(stubs.Constant(), 2, "ratios")
-    with pytest.raises(ValueError, match="draft depth K is 0; give 1 or more"):
-        Speculation(stubs.Constant(), 0)
+        Speculation(stubs.Constant(), chain(2), "ratios")
+    with pytest.raises(ValueError, match="the plan drafts nothing; give a draft depth K of 1 or more"):
+        Speculation(stubs.Constant(), chain(0))
     with pytest.raises(ValueError, match="draft depth K is 6; this drafter proposes at most 5"):
-        Speculation(medusa, 6)
+        Speculation(medusa, chain(6))
     with pytest.raises(ValueError, match="unknown way of drafting 'sampel'; did you mean 'sample'"):
-        Speculation(stubs.Constant(), 2, way="sampel")
-    with pytest.raises(ValueError, match="the ratio rule is biased under coupled drafts"):
-        Speculation(stubs.Constant(), 2, "ratio", "coupled")
+        Speculation(stubs.Constant(), chain(2), way="sampel")
+    with pytest.raises(ValueError, match="the rule 'ratio' cannot verify a coupled chain; use 'coupled'"):
+        Speculation(stubs.Constant(), chain(2), "ratio", "coupled")
 
 
 def test_a_drafter_of_another_target_is_refused(toy: SimpleNamespace) -> None:
     drafter = toy.make_drafter("eagle3", toy.make_target("llama", seed=1))
     with pytest.raises(ValueError, match="this drafter was made for another target .*fingerprint"):
-        generate(toy.make_target("llama"), PROMPTS, max_new=4, sampler=Sampler(), speculation=Speculation(drafter, 2))
+        generate(
+            toy.make_target("llama"), PROMPTS, max_new=4, sampler=Sampler(), speculation=Speculation(drafter, chain(2))
+        )
 
 
-def test_a_lossy_rule_is_reported_as_such(monkeypatch: pytest.MonkeyPatch, stubs: SimpleNamespace) -> None:
-    assert Speculation(stubs.Constant(), 2).lossless
-    monkeypatch.setitem(verify.LOSSLESS, "coupled", False)
-    assert not Speculation(stubs.Constant(), 2).lossless
-    assert decode.LOSSLESS is verify.LOSSLESS
+def test_a_lossy_rule_is_reported_as_such(stubs: SimpleNamespace) -> None:
+    assert Speculation(stubs.Constant(), chain(2)).lossless
+    assert not Speculation(stubs.Constant(), chain(2), "typical").lossless

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith import drafters
-from draftsmith.drafters import eagle3
+from draftsmith.drafters import eagle3, tree
 from draftsmith.drafters.base import Shape, TrainableDrafter
 from draftsmith.train.data import Sequence
 from draftsmith.train.features import FeatureStore
@@ -171,18 +171,17 @@ def test_drafting_feeds_the_head_what_training_did(
             next_B = torch.tensor([int(sequences[row, length]) for row, length in enumerate(lengths)])
             state = drafter.observe(state, ids_BC, features_BCF, next_B, counts)
 
-            def pick(
-                logits_BW: Tensor, depth: int, token_ids_W: Tensor | None, lengths: list[int] = lengths
-            ) -> tuple[Tensor, None]:
-                nonlocal checked
-                for row, length in enumerate(lengths):
-                    expected_W = expected_logits[depth][row, length - 1]
-                    torch.testing.assert_close(logits_BW[row], expected_W, rtol=1e-10, atol=1e-10)
-                    checked += 1
-                return torch.tensor([int(sequences[r, length + 1 + depth]) for r, length in enumerate(lengths)]), None
+            def true_tokens(depth: int, lengths: list[int] = lengths) -> Tensor:
+                return torch.tensor([int(sequences[r, length + 1 + depth]) for r, length in enumerate(lengths)])
 
             for _ in range(2):  # proposing leaves the state as it was
-                proposal = drafter.propose(state, 4, pick)
+                watch = toy.Watch(true_tokens)
+                proposal = drafter.propose(state, tree.chain(4), watch)
+                for depth, logits_BW in enumerate(watch.seen):
+                    for row, length in enumerate(lengths):
+                        expected_W = expected_logits[depth][row, length - 1]
+                        torch.testing.assert_close(logits_BW[row], expected_W, rtol=1e-10, atol=1e-10)
+                        checked += 1
             assert proposal.tokens_BN.tolist() == [
                 sequences[row, length + 1 : length + 5].tolist() for row, length in enumerate(lengths)
             ]
@@ -193,17 +192,13 @@ def test_selected_rows_draft_as_they_did_in_the_batch(toy: SimpleNamespace) -> N
     drafter = make(toy)
     ids_BC = torch.randint(3, toy.VOCAB, (3, 6))
     features = torch.randn(3, 6, drafter.fc.in_features, dtype=torch.float64)
-    seen: list[Tensor] = []
-
-    def pick(logits_BW: Tensor, depth: int, token_ids_W: Tensor | None) -> tuple[Tensor, None]:
-        seen.append(logits_BW)
-        return logits_BW.argmax(-1), None
+    watch = toy.Watch()
 
     with torch.inference_mode():
         state = drafter.observe(drafter.init(3, 20), ids_BC, features, torch.tensor([3, 4, 5]), [6, 2, 4])
-        drafter.propose(state, 3, pick)
-        drafter.propose(drafter.select(state, torch.tensor([0, 2])), 3, pick)
-    for before, after in zip(seen[:3], seen[3:], strict=True):
+        drafter.propose(state, tree.chain(3), watch)
+        drafter.propose(drafter.select(state, torch.tensor([0, 2])), tree.chain(3), watch)
+    for before, after in zip(watch.seen[:3], watch.seen[3:], strict=True):
         torch.testing.assert_close(after, before[[0, 2]], rtol=1e-12, atol=1e-12)
 
 

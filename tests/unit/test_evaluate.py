@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftsmith.drafters import tree
 from draftsmith.drafters.base import Drafter, Pick, Proposal, TargetHead
+from draftsmith.drafters.tree import Plan
 from draftsmith.inference import noise
 from draftsmith.inference.conversations import Conversation, prompt_ids, prompt_messages
 from draftsmith.inference.decode import Output, generate
@@ -36,7 +37,17 @@ def target(toy_folder: Path) -> Target:
 @pytest.fixture(scope="module")
 def report(toy: SimpleNamespace, target: Target) -> dict[str, Any]:
     drafter = toy.make_drafter("eagle3", target, draft_vocab_size=200)
-    settings = Settings(depths=(2, 4), temperatures=(0.0, 1.0), max_new=8, batch_size=2, speed_prompts=2, seed=7)
+    settings = Settings(
+        plans=(
+            tree.chain(2),
+            tree.chain(4),
+        ),
+        temperatures=(0.0, 1.0),
+        max_new=8,
+        batch_size=2,
+        speed_prompts=2,
+        seed=7,
+    )
     return evaluate(target, {"it": drafter}, CONVERSATIONS, settings, say=lambda line: None)["it"]
 
 
@@ -63,7 +74,10 @@ def test_the_report_is_json(report: dict[str, Any]) -> None:
 
 def test_coupled_decoding_agrees_with_plain_decoding_in_the_report(report: dict[str, Any]) -> None:
     for result in report["results"]:
-        assert result["agreement"] == {"identical": 3, "of": 3, "largest_margin": 0.0, "divergences": []}
+        agreed = dict(result["agreement"])
+        forced = agreed.pop("teacher_forced")
+        assert agreed == {"identical": 3, "of": 3, "largest_margin": 0.0, "divergences": []}
+        assert forced == {"own_choice": 24, "of": 24, "largest_margin": 0.0, "divergences": []}
     hashes = [result["output_hash"] for result in report["results"]]
     assert hashes[0] == hashes[1] != hashes[2] == hashes[3]  # by temperature, not by K
 
@@ -79,15 +93,24 @@ def test_the_record_says_where_the_numbers_come_from(report: dict[str, Any], tar
 
 def test_the_ratio_rule_is_evaluated_without_an_agreement(toy: SimpleNamespace, target: Target) -> None:
     drafter = toy.make_drafter("medusa", target, draft_vocab_size=None)
-    settings = Settings(depths=(2,), temperatures=(1.0,), rule="ratio", max_new=6, speed_prompts=0)
+    settings = Settings(plans=(tree.chain(2),), temperatures=(1.0,), rule="ratio", max_new=6, speed_prompts=0)
     (result,) = evaluate(target, {"it": drafter}, CONVERSATIONS, settings, say=lambda line: None)["it"]["results"]
     assert "agreement" not in result and "speedup" not in result and result["lossless"] is True
 
 
 def test_speed_is_measured_at_the_chosen_temperatures_only(toy: SimpleNamespace, target: Target) -> None:
     drafter = toy.make_drafter("medusa", target)
-    settings = Settings(depths=(1, 2), temperatures=(0.0, 1.0), max_new=6, speed_prompts=1, speed_temperatures=(1.0,))
-    settings = dataclasses.replace(settings, speed_depths=(3,), speed_max_new=4)
+    settings = Settings(
+        plans=(
+            tree.chain(1),
+            tree.chain(2),
+        ),
+        temperatures=(0.0, 1.0),
+        max_new=6,
+        speed_prompts=1,
+        speed_temperatures=(1.0,),
+    )
+    settings = dataclasses.replace(settings, speed_plans=(tree.chain(3),), speed_max_new=4)
     results = evaluate(target, {"it": drafter}, CONVERSATIONS, settings, say=lambda line: None)["it"]["results"]
     found = [(r["temperature"], r["k"], "speedup" in r, "agreement" in r) for r in results]
     whole = [(t, k, t == 1.0, True) for t in (0.0, 1.0) for k in (1, 2)]
@@ -114,14 +137,18 @@ class Oracle(Drafter):
     ) -> list[list[int]]:
         return [seen + row[:count].tolist() for seen, row, count in zip(state, ids_BC, counts, strict=True)]
 
-    def propose(self, state: list[list[int]], depth: int, pick: Pick) -> Proposal:
+    def propose(self, state: list[list[int]], plan: Plan, pick: Pick) -> Proposal:
+        depth = plan.depth
         rows = []
         for seen in state:
             text = next(
                 [*prompt, *answer] for prompt, answer in self.texts.items() if tuple(seen[: len(prompt)]) == prompt
             )
             rows.append(([*text, *[0] * (depth + 1)])[len(seen) + 1 :][:depth])
-        return Proposal(torch.tensor(rows), tree.chain(depth))
+        return Proposal(torch.tensor(rows), tree.fixed(tree.chain(depth).parents), "fixed")
+
+    def replace(self, state: list[list[int]], rows_B: Tensor, other: list[list[int]]) -> list[list[int]]:
+        raise AssertionError("nobody waits here")
 
     def select(self, state: list[list[int]], rows_B: Tensor) -> list[list[int]]:
         return [state[row] for row in rows_B.tolist()]
@@ -130,7 +157,7 @@ class Oracle(Drafter):
 def test_drafters_measured_together_share_plain_decoding_and_keep_their_own_acceptance(
     toy: SimpleNamespace, target: Target
 ) -> None:
-    settings = Settings(depths=(2,), max_new=9, speed_prompts=2, speed_depths=(1,))
+    settings = Settings(plans=(tree.chain(2),), max_new=9, speed_prompts=2, speed_plans=(tree.chain(1),))
     prompts = [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in CONVERSATIONS]
     answers = generate(target, prompts, max_new=9, sampler=Sampler())
     oracle = Oracle({tuple(prompt): answer.ids for prompt, answer in zip(prompts, answers, strict=True)})
@@ -153,12 +180,18 @@ def test_drafters_measured_together_share_plain_decoding_and_keep_their_own_acce
 def test_a_drafter_that_does_not_fit_is_named(toy: SimpleNamespace, target: Target) -> None:
     pair = {"good": toy.make_drafter("medusa", target), "bad": toy.make_drafter("medusa", target, num_heads=2)}
     with pytest.raises(ValueError, match="^bad: draft depth K is 4; this drafter proposes at most 2$"):
-        evaluate(target, pair, CONVERSATIONS, Settings(depths=(4,)), say=lambda line: None)
+        evaluate(target, pair, CONVERSATIONS, Settings(plans=(tree.chain(4),)), say=lambda line: None)
 
 
 def test_tables_say_on_how_many_prompts_a_number_rests(toy: SimpleNamespace, target: Target, tmp_path: Path) -> None:
     drafter = toy.make_drafter("medusa", target)
-    settings = Settings(depths=(1,), temperatures=(0.0, 1.0), max_new=6, speed_depths=(3,), speed_temperatures=(0.0,))
+    settings = Settings(
+        plans=(tree.chain(1),),
+        temperatures=(0.0, 1.0),
+        max_new=6,
+        speed_plans=(tree.chain(3),),
+        speed_temperatures=(0.0,),
+    )
     settings = dataclasses.replace(settings, speed_prompts=1, speed_max_new=5)
     report = evaluate(target, {"it": drafter}, CONVERSATIONS, settings, say=lambda line: None)["it"]
     printed = eval_table(report)
@@ -177,7 +210,7 @@ def test_tables_say_on_how_many_prompts_a_number_rests(toy: SimpleNamespace, tar
 def test_answers_of_one_token_are_evaluated(toy: SimpleNamespace, target: Target) -> None:
     """Nothing to measure is no error: with a budget of one token there is no round."""
     drafter = toy.make_drafter("medusa", target)
-    settings = Settings(depths=(2,), max_new=1, speed_prompts=1)
+    settings = Settings(plans=(tree.chain(2),), max_new=1, speed_prompts=1)
     (result,) = evaluate(target, {"it": drafter}, CONVERSATIONS, settings, say=lambda line: None)["it"]["results"]
     assert result["rounds"] == 0
 
@@ -200,6 +233,14 @@ def test_agreement_lists_a_planted_divergence_with_its_margin(toy: SimpleNamespa
     assert [(d["prompt"], d["position"]) for d in result["divergences"]] == [(1, 4)]
     assert result["largest_margin"] == pytest.approx(float(scores[true] - scores[wrong]), abs=1e-6)
     assert result["largest_margin"] > 1e-3
+    forced = result["teacher_forced"]  # finds the planted token at its place, and what follows it judged behind it
+    assert forced["of"] == 24 and forced["own_choice"] <= 23
+    assert {"prompt": 1, "position": 4, "margin": pytest.approx(result["largest_margin"], abs=1e-6)} in forced[
+        "divergences"
+    ]
+    assert {d["prompt"] for d in forced["divergences"]} == {1} and min(
+        d["position"] for d in forced["divergences"]
+    ) == 4
 
 
 def test_acceptance_alone_is_capped_at_what_the_drafter_can_propose(toy: SimpleNamespace, target: Target) -> None:

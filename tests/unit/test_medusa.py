@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from draftsmith import drafters
-from draftsmith.drafters import medusa
+from draftsmith.drafters import medusa, tree
 from draftsmith.drafters.base import Shape, TrainableDrafter
-from draftsmith.inference.decode import Speculation
+from draftsmith.inference.speculation import Speculation
 from draftsmith.train.data import Sequence
 from draftsmith.train.features import FeatureStore
 
@@ -31,20 +31,16 @@ def make(toy: SimpleNamespace, *, random: bool, **changes: Any) -> TrainableDraf
     return drafter
 
 
-def drafted_logits(drafter: TrainableDrafter, last_BTD: Tensor, counts: list[int]) -> list[Tensor]:
+def drafted_logits(
+    toy: SimpleNamespace, drafter: TrainableDrafter, last_BTD: Tensor, counts: list[int]
+) -> list[Tensor]:
     """The logits of every head after one observation."""
-    seen: list[Tensor] = []
-
-    def pick(logits_BW: Tensor, depth: int, token_ids_W: Tensor | None) -> tuple[Tensor, None]:
-        seen.append(logits_BW)
-        index_B = logits_BW.argmax(-1)
-        return (index_B if token_ids_W is None else token_ids_W[index_B]), None
-
+    watch = toy.Watch()
     with torch.inference_mode():
         state = drafter.init(len(last_BTD), 40)
         state = drafter.observe(state, torch.zeros(last_BTD.shape[:2], dtype=torch.int64), last_BTD, counts[0], counts)  # type: ignore[arg-type]
-        drafter.propose(state, drafter.config.num_heads, pick)
-    return seen
+        drafter.propose(state, tree.chain(drafter.config.num_heads), watch)
+    return watch.seen
 
 
 @pytest.mark.parametrize("settings", HEADS, ids=str)
@@ -53,7 +49,7 @@ def test_without_batches_every_head_starts_as_the_targets_own(toy: SimpleNamespa
     last_BTD = torch.randn(2, 4, toy.WIDTH, dtype=torch.float64)
     target_logits_BV = drafter.target.unembed(last_BTD[torch.arange(2), torch.tensor([1, 3])])
     kept = range(settings["draft_vocab_size"] or toy.VOCAB)  # all tokens are equally frequent: the lowest ids are kept
-    for logits_BW in drafted_logits(drafter, last_BTD, [2, 4]):
+    for logits_BW in drafted_logits(toy, drafter, last_BTD, [2, 4]):
         # Own heads are copies in fp32, the drafter's type at the start.
         torch.testing.assert_close(logits_BW, target_logits_BV[:, kept], rtol=1e-5, atol=1e-5)
 
@@ -73,7 +69,7 @@ def test_training_and_drafting_equal_the_written_contract(
     with torch.no_grad():
         drafter(batch)
     weights = drafter.state_dict()
-    drafted = drafted_logits(drafter, batch.last_BTD, [6, 3])
+    drafted = drafted_logits(toy, drafter, batch.last_BTD, [6, 3])
     for k in range(3):
         for row, position in [(0, 0), (0, 3), (0, 5), (1, 0), (1, 2)]:
             z = batch.last_BTD[row, position]
@@ -106,7 +102,7 @@ def test_a_reduced_vocabulary_keeps_the_frequent_tokens_rows_of_the_head(toy: Si
         assert drafter.token_ids_W.tolist() == [2, 9, 12, 60]
         last_BTD = torch.randn(1, 1, toy.WIDTH, dtype=torch.float64)
         expected_BW = target.unembed(last_BTD[:, 0])[:, [2, 9, 12, 60]]
-        for logits_BW in drafted_logits(drafter, last_BTD, [1]):
+        for logits_BW in drafted_logits(toy, drafter, last_BTD, [1]):
             torch.testing.assert_close(logits_BW, expected_BW)
 
 
@@ -130,9 +126,9 @@ def test_a_shared_head_is_not_the_drafters_own_weight(toy: SimpleNamespace) -> N
 def test_it_drafts_as_deep_as_it_has_heads_and_no_deeper() -> None:
     drafter = medusa.Model(medusa.Config(num_heads=3), SHAPE)
     assert drafter.max_depth == drafter.training_depth == 3
-    Speculation(drafter, 3)
+    Speculation(drafter, tree.chain(3))
     with pytest.raises(ValueError, match=re.escape("draft depth K is 4; this drafter proposes at most 3")):
-        Speculation(drafter, 4)
+        Speculation(drafter, tree.chain(4))
 
 
 @pytest.mark.parametrize(

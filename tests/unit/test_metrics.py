@@ -11,11 +11,17 @@ import math
 import pytest
 
 from draftsmith.inference import metrics
-from draftsmith.inference.decode import Output
+from draftsmith.inference.decode import Output, Round
 
-A = Output([1] * 8, True, [(3, 3, 4), (3, 0, 1), (3, 1, 2)])
-B = Output([1] * 6, False, [(3, 2, 3), (3, 3, 2)])
-C = Output([2], True, [])
+
+def chain(proposed: int, accepted: int, committed: int) -> Round:
+    """A round of a chain, which has as many nodes as it is deep."""
+    return Round(proposed, accepted, committed, proposed)
+
+
+A = Output([1] * 8, "eos", [chain(3, 3, 4), chain(3, 0, 1), chain(3, 1, 2)])
+B = Output([1] * 6, "budget", [chain(3, 2, 3), chain(3, 3, 2)])
+C = Output([2], "eos", [])
 
 
 def test_acceptance_on_rounds_counted_by_hand() -> None:
@@ -36,19 +42,19 @@ def test_the_raw_length_is_one_plus_the_sum_of_the_unconditional_rates() -> None
 
 def test_a_round_that_proposed_less_is_not_counted_against_deeper_places() -> None:
     """(1, 1, 2) never had a second place; of the two rounds that reached it one accepted it."""
-    result = metrics.acceptance([Output([1] * 8, False, [(1, 1, 2), (2, 2, 3), (2, 1, 2)])])
+    result = metrics.acceptance([Output([1] * 8, "budget", [chain(1, 1, 2), chain(2, 2, 3), chain(2, 1, 2)])])
     assert result["cond_accept"] == pytest.approx([1, 1 / 2])
 
 
 def test_pooling_is_over_rounds_not_over_prompts() -> None:
     """vLLM #42508: 50 rounds of 1 token and 2 rounds of 4 are 58/52 tokens a round, not (1 + 4) / 2."""
-    long, short = Output([1] * 51, False, [(3, 0, 1)] * 50), Output([1] * 9, False, [(3, 3, 4)] * 2)
+    long, short = Output([1] * 51, "budget", [chain(3, 0, 1)] * 50), Output([1] * 9, "budget", [chain(3, 3, 4)] * 2)
     assert metrics.acceptance([long, short])["tokens_per_round"]["value"] == pytest.approx(58 / 52)  # type: ignore[index]
 
 
 def test_the_interval_holds_the_value_and_widens_with_the_prompts_differences() -> None:
-    outputs = [Output([1], False, [(3, i % 4, i % 4 + 1)] * 5) for i in range(40)]
-    even = [Output([1], False, [(3, i % 4, i % 4 + 1) for i in range(8)]) for _ in range(40)]
+    outputs = [Output([1], "budget", [chain(3, i % 4, i % 4 + 1)] * 5) for i in range(40)]
+    even = [Output([1], "budget", [chain(3, i % 4, i % 4 + 1) for i in range(8)]) for _ in range(40)]
     interval, narrow = (metrics.acceptance(o)["tokens_per_round"] for o in (outputs, even))
     assert interval["low"] < interval["value"] == 2.5 < interval["high"]  # type: ignore[index]
     # Standard error of the mean of 40 prompts, each 1, 2, 3 or 4 alike: sqrt(1.25 / 40); two-sided 95 % is 2 * 1.96 of it.
@@ -71,16 +77,40 @@ def test_without_rounds_there_is_no_rate_and_no_error(outputs: list[Output]) -> 
 
 
 def test_a_depth_that_was_never_reached_has_no_conditional_rate() -> None:
-    result = metrics.acceptance([Output([1] * 3, False, [(2, 0, 1), (2, 0, 1)])])
+    result = metrics.acceptance([Output([1] * 3, "budget", [chain(2, 0, 1), chain(2, 0, 1)])])
     assert result["cond_accept"] == [0.0, None] and result["uncond_accept"] == [0.0, 0.0]
 
 
 def test_plain_decoding_has_one_token_a_round_and_no_acceptance() -> None:
-    result = metrics.acceptance([Output([1] * 4, False, [(0, 0, 1)] * 3)])
+    result = metrics.acceptance([Output([1] * 4, "budget", [chain(0, 0, 1)] * 3)])
     assert result["tokens_per_round"]["value"] == 1  # type: ignore[index]
     assert result["cond_accept"] == [] and result["draft_acceptance_rate"] is None
 
 
+# A tree of 3 + 2 nodes, 2 deep: both nodes of a path accepted, none, and one, with the last token cut by the budget.
+TREE = Output([1] * 6, "budget", [Round(2, 2, 3, 5), Round(2, 0, 1, 5), Round(2, 1, 1, 5)])
+
+
+def test_a_tree_says_how_much_of_its_depth_and_how_many_of_its_nodes_were_accepted() -> None:
+    result = metrics.acceptance([TREE])
+    assert result["path_acceptance"] == pytest.approx(3 / 6) and result["node_utilisation"] == pytest.approx(3 / 15)
+    assert "draft_acceptance_rate" not in result  # which would be neither of the two
+    assert result["tokens_per_round"]["value"] == pytest.approx(5 / 3)  # type: ignore[index]
+    assert result["acceptance_length_raw"] == pytest.approx((3 + 1 + 2) / 3)
+    assert result["uncond_accept"] == pytest.approx([2 / 3, 1 / 3])
+    assert result["cond_accept"] == pytest.approx([2 / 3, 1 / 2])
+
+
+def test_a_chain_has_one_rate_only() -> None:
+    assert not {"path_acceptance", "node_utilisation"} & metrics.acceptance([A]).keys()
+
+
+def test_the_raw_length_of_a_tree_is_one_plus_the_sum_of_the_unconditional_rates_too() -> None:
+    result = metrics.acceptance([TREE])
+    assert result["acceptance_length_raw"] == pytest.approx(1 + sum(result["uncond_accept"]))  # type: ignore[arg-type]
+
+
 def test_every_number_has_its_definition() -> None:
-    reported = metrics.acceptance([A]).keys() - {"rounds", "tokens"}
-    assert reported <= metrics.DEFINITIONS.keys()
+    for outputs in ([A], [TREE]):
+        reported = metrics.acceptance(outputs).keys() - {"rounds", "tokens"}
+        assert reported <= metrics.DEFINITIONS.keys()

@@ -13,9 +13,11 @@ from torch import Tensor
 from draftsmith import drafters
 from draftsmith.drafters.base import TrainableDrafter
 from draftsmith.drafters.losses import summarise
-from draftsmith.inference.decode import Speculation, generate
+from draftsmith.drafters.tree import chain
+from draftsmith.inference.decode import generate
 from draftsmith.inference.metrics import acceptance
 from draftsmith.inference.sampling import Sampler
+from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.target import Target
 from draftsmith.train.data import Sequence, count_answer_tokens
 from draftsmith.train.features import FeatureStore
@@ -54,7 +56,7 @@ def overfit(kind: str, toy: SimpleNamespace) -> tuple[Target, TrainableDrafter, 
 
 
 def acceptance_rate(target: Target, drafter: TrainableDrafter) -> float:
-    speculation = Speculation(drafter, DEPTH)
+    speculation = Speculation(drafter, chain(DEPTH))
     outputs = generate(target, PROMPTS, max_new=26, sampler=Sampler(), speculation=speculation, stop_at_eos=False)
     plain = generate(target, PROMPTS, max_new=26, sampler=Sampler(), stop_at_eos=False)
     assert [output.ids for output in outputs] == [output.ids for output in plain]

@@ -11,8 +11,9 @@ import torch
 import transformers
 
 from draftsmith.drafters import tree
-from draftsmith.inference.decode import Speculation, generate
+from draftsmith.inference.decode import generate
 from draftsmith.inference.sampling import Sampler
+from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.target import Target, fingerprint, load
 
 PARENTS = (-1, -1, 0, 0, 1, 4)  # drawn in test_tree.py
@@ -22,18 +23,18 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [21], [30, 31, 32, 33]]
 def test_every_tree_node_gets_the_logits_of_a_chain_along_its_own_path(
     toy: SimpleNamespace, tools: SimpleNamespace, family: str
 ) -> None:
-    """Rows of unequal length; the longest is beyond the toy's sliding window of 8."""
+    """Rows of unequal length, each with a tree of its own; the longest is beyond the toy's sliding window of 8."""
     target = toy.make_target(family)
     cache = target.new_cache(3, 32)
     padded = torch.tensor([prompt + [0] * (11 - len(prompt)) for prompt in PROMPTS])
     target.forward(padded, cache)
     cache.commit([len(prompt) for prompt in PROMPTS])
     new_BR = torch.arange(40, 61).view(3, 7)
-    depth_R, mask_RR = torch.tensor(tree.depths(PARENTS)), tree.ancestor_mask(PARENTS)
-    out = target.forward(new_BR, cache, (2, "last"), depth_R=depth_R, ancestors_RR=mask_RR)
-    for row, prompt in enumerate(PROMPTS):
-        for node, path in enumerate(tree.path_rows(PARENTS)):
-            chain = prompt + new_BR[row, path[: int(depth_R[node]) + 1]].tolist()
+    shapes = [PARENTS, (-1, 0, 1, 2, -1, 4), (-1,) * 6]
+    out = target.forward(new_BR, cache, (2, "last"), tree=tree.Tree(torch.tensor(shapes), 4))
+    for row, (prompt, parents) in enumerate(zip(PROMPTS, shapes, strict=True)):
+        for node, path in enumerate(tree.fixed(parents).paths(torch.arange(7))):
+            chain = prompt + new_BR[row, path[: tree.depths(parents)[node] + 1]].tolist()
             alone = tools.prefill(target, chain, (2, "last"))[1]
             for name in ("logits", "features", "last"):
                 got, expected = getattr(out, name)[row, node], getattr(alone, name)[0, -1]
@@ -51,10 +52,9 @@ def test_a_tree_deeper_than_the_sliding_window_forgets_its_own_first_nodes(
     target.forward(torch.tensor([[5, 6, 7, 8]]), cache)
     cache.commit([4])
     new_BR = torch.arange(40, 48)[None]
-    depth_R = torch.tensor(tree.depths(parents))
-    out = target.forward(new_BR, cache, depth_R=depth_R, ancestors_RR=tree.ancestor_mask(parents))
-    for node, path in enumerate(tree.path_rows(parents)):
-        chain = [5, 6, 7, 8, *new_BR[0, path[: int(depth_R[node]) + 1]].tolist()]
+    out = target.forward(new_BR, cache, tree=tree.fixed(parents))
+    for node, path in enumerate(tree.fixed(parents).paths(torch.arange(len(parents) + 1))):
+        chain = [5, 6, 7, 8, *new_BR[0, path[: tree.depths(parents)[node] + 1]].tolist()]
         alone = tools.prefill(target, chain)[1].logits[0, -1]
         torch.testing.assert_close(out.logits[0, node], alone, atol=tools.atol(family), rtol=0)
 
@@ -112,7 +112,7 @@ def test_no_call_changes_the_target(toy: SimpleNamespace, family: str) -> None:
     target.hidden(torch.tensor([[5, 6, 7]]), (1, 4, "last"))
     target.forward(torch.tensor([[5, 6, 7]]), target.new_cache(1, 8), (0, "last"))
     drafter = toy.make_drafter("eagle3", target)
-    generate(target, PROMPTS, max_new=6, sampler=Sampler(0.8), speculation=Speculation(drafter, 3))
+    generate(target, PROMPTS, max_new=6, sampler=Sampler(0.8), speculation=Speculation(drafter, tree.chain(3)))
     with pytest.raises(IndexError):  # a call that fails half-way leaves no hook behind
         target.hidden(torch.tensor([[5, 6, 10_000]]), (1, "last"))
     after = snapshot(target)
