@@ -9,11 +9,10 @@ costs no forward.
 Letters: B sequences of a batch, T prompt tokens, R rows (root first), P = draft depth, V vocabulary.
 """
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,69 +22,12 @@ from draftsmith.drafters.tree import Fixed, Tree, fixed, scratch_rows
 from draftsmith.inference import sampling
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.drafting import make_pick
+from draftsmith.inference.output import Output, Round, Seconds
 from draftsmith.inference.sampling import Prefix, Sampler
 from draftsmith.inference.speculation import Speculation
-from draftsmith.inference.stopping import Reason, Stopper, Stopping
+from draftsmith.inference.stopping import Stopper, Stopping
 from draftsmith.inference.target import Target
 from draftsmith.inference.verify import Keys, verify
-
-
-class Round(NamedTuple):
-    """Counts of one round.
-
-    Attributes:
-        proposed: k, depth of what was drafted; 0 if nothing was.
-        accepted: a, drafted tokens that the rule accepted, before any truncation.
-        committed: c, tokens that went into the output, after truncation at a stop or the budget.
-        nodes: n, drafted tokens in all; k in a chain.
-    """
-
-    proposed: int
-    accepted: int
-    committed: int
-    nodes: int
-
-
-@dataclasses.dataclass(slots=True)
-class Output:
-    """One sequence's result.
-
-    Attributes:
-        ids: new tokens, the prompt excluded, an end-of-sequence token included.
-        reason: why it ended.
-        rounds: what happened in each round.
-        ends: the row of the proposal at which each round's accepted path ended; 0 is the root.
-        log_probs: of each token under the target's own law (before any sampling setting), if they were asked for.
-        text: the new tokens as text, without special tokens and up to the first stop string; None without a tokenizer.
-    """
-
-    ids: list[int] = dataclasses.field(default_factory=list)
-    reason: Reason | None = None
-    rounds: list[Round] = dataclasses.field(default_factory=list)
-    ends: list[int] = dataclasses.field(default_factory=list)
-    log_probs: list[float] = dataclasses.field(default_factory=list)
-    text: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        """It ended by itself, with an end-of-sequence token."""
-        return self.reason == "eos"
-
-
-@dataclasses.dataclass(slots=True)
-class Seconds:
-    """Wall time by part, summed over rounds."""
-
-    prefill: float = 0.0
-    draft: float = 0.0
-    verify: float = 0.0
-    other: float = 0.0
-    rounds: int = 0
-
-    @property
-    def decode(self) -> float:
-        return self.draft + self.verify + self.other
-
 
 OnTokens = Callable[[int, list[int], int], None]
 """Called with (number of the prompt, newly committed tokens, how many of them were drafted)."""

@@ -22,7 +22,8 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.tree import Plan, chain, plan_name
 from draftsmith.inference import metrics, noise
 from draftsmith.inference.conversations import Conversation, prompt_ids, prompt_messages
-from draftsmith.inference.decode import Output, Seconds, generate, pad_ids
+from draftsmith.inference.decode import generate, pad_ids
+from draftsmith.inference.output import Output, Seconds
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.target import Target

@@ -9,7 +9,7 @@ from typing import TypedDict, TypeVar
 
 import numpy as np
 
-from draftsmith.inference.decode import Output, Round
+from draftsmith.inference.output import Output, Round
 
 DEFINITIONS = {
     "tokens_per_round": "tokens committed / rounds, pooled; the token that the prefill yields is not counted",

@@ -26,8 +26,9 @@ from draftsmith.drafters.ngram import NGram
 from draftsmith.drafters.tree import chain
 from draftsmith.inference import metrics
 from draftsmith.inference.conversations import prompt_ids, prompt_messages, read_conversations
-from draftsmith.inference.decode import Seconds, generate
+from draftsmith.inference.decode import generate
 from draftsmith.inference.evaluate import spread
+from draftsmith.inference.output import Seconds
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.target import Target, load
@@ -46,12 +47,15 @@ def main() -> None:
     parser.add_argument("--max-new", type=int, default=64)
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--noise", type=float, default=0.06, help="of a weight, in its tensor's standard deviations")
+    parser.add_argument("--layers", type=int, default=None, help="keep so many of the draft's first layers")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
     target, draft = load(options.target, dtype=dtype), load(options.target, dtype=dtype)
     _add_noise(draft.model, options.noise)
+    if options.layers is not None:
+        draft = _cut(draft, options.layers)
     conversations = read_conversations(options.prompts)
     assert target.tokenizer is not None
     prompts = [
@@ -160,6 +164,13 @@ def _add_noise(model: torch.nn.Module, share: float) -> None:
                 parameter.add_(share * parameter.std() * torch.randn_like(parameter))
 
 
+def _cut(draft: Target, layers: int) -> Target:
+    """The first layers of a model, with its embedding, last norm and head."""
+    del draft.layers[layers:]
+    draft.model.config.num_hidden_layers = layers
+    return Target(draft.model, draft.tokenizer, f"{draft.name}, {layers} layers")
+
+
 def _report(
     options: argparse.Namespace,
     counts: dict[str, list[tuple[int, float, int]]],
@@ -187,7 +198,7 @@ def _report(
         "",
         f"{options.target}, {options.dtype}, {torch.get_num_threads()} threads, python {platform.python_version()}, {versions}; "
         f"batch 1, greedy, {options.num_prompts} prompts, {options.max_new} tokens each, K = {options.k}; the draft model is the "
-        f"target with noise of {options.noise:g} standard deviations. Whole calls, prefill included.",
+        f"target with noise of {options.noise:g} standard deviations{_layers(options)}. Whole calls, prefill included.",
         "",
         "| contender | tokens/s | of draftsmith plain [95 %] | tokens per target forward | same tokens as transformers plain |",
         "| --- | --- | --- | --- | --- |",
@@ -212,6 +223,10 @@ def _report(
         parts = [f"{part / total.decode:.1%}" for part in (total.draft, total.verify, total.other)]
         lines.append(f"| {name} | {' | '.join(parts)} |")
     return "\n".join([*lines, "", *missing, ""])
+
+
+def _layers(options: argparse.Namespace) -> str:
+    return f", cut to its first {options.layers} layers" if options.layers is not None else ""
 
 
 def _installed(name: str) -> bool:

@@ -239,9 +239,10 @@ def _add_generate(commands: Any) -> None:
 def _generate(options: argparse.Namespace) -> None:
     from draftsmith.drafters.tree import chain, parse_plan
     from draftsmith.inference.conversations import prompt_ids
-    from draftsmith.inference.decode import Seconds, generate
+    from draftsmith.inference.decode import generate
     from draftsmith.inference.loading import load_drafter
     from draftsmith.inference.metrics import tokens_per_round
+    from draftsmith.inference.output import Seconds
     from draftsmith.inference.sampling import Sampler
     from draftsmith.inference.speculation import Speculation
     from draftsmith.scripts.tables import Stream

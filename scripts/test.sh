@@ -14,4 +14,5 @@ trap 'rm -rf "$typed"' EXIT
 pip install --quiet --disable-pip-version-check --no-deps --target "$typed" .
 rm -rf build
 MYPYPATH="$typed" mypy -p draftsmith
-pytest "$@"
+# Two workers with a thread each: the tests are many and small.
+OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile "$@"

@@ -23,7 +23,8 @@ import transformers
 
 from draftsmith.drafters.checkpoint import write_text
 from draftsmith.inference.conversations import Conversation, prompt_ids, prompt_messages, read_conversations
-from draftsmith.inference.decode import Output, generate
+from draftsmith.inference.decode import generate
+from draftsmith.inference.output import Output
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.target import Target
 

@@ -11,7 +11,8 @@ from transformers import GenerationConfig
 from draftsmith import drafters
 from draftsmith.drafters.tree import chain
 from draftsmith.inference.conversations import prompt_ids, render
-from draftsmith.inference.decode import Output, generate
+from draftsmith.inference.decode import generate
+from draftsmith.inference.output import Output
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.target import Target, load

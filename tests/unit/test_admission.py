@@ -8,7 +8,8 @@ import torch
 
 from draftsmith import drafters
 from draftsmith.drafters.tree import Dynamic, Fixed, chain
-from draftsmith.inference.decode import Output, generate
+from draftsmith.inference.decode import generate
+from draftsmith.inference.output import Output
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 

@@ -14,7 +14,8 @@ import torch
 
 from draftsmith import drafters
 from draftsmith.drafters.tree import Fixed, chain
-from draftsmith.inference.decode import Output, Seconds, generate
+from draftsmith.inference.decode import generate
+from draftsmith.inference.output import Output, Seconds
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from draftsmith.drafters.draft_lm import DraftLM, State, TokenMap
 from draftsmith.drafters.grow import Frontier
 from draftsmith.drafters.tree import Dynamic, Fixed, Plan, chain, depths
-from draftsmith.inference.decode import Output, generate
+from draftsmith.inference.decode import generate
+from draftsmith.inference.output import Output
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 

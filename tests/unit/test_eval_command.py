@@ -71,3 +71,52 @@ def test_a_mistake_is_noticed_before_anything_is_measured(
     assert error.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("draftsmith eval: ") and message in line
+
+
+def test_trees_a_language_model_and_prompt_lookup_are_measured_too(
+    folder: Path, toy_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A drafter with two trees beside the chain; the target's own folder as draft model, and n-grams, with chains."""
+    command, drafter, *rest = arguments(folder, toy_folder, "eagle3")
+    main([command, drafter, *rest, "--tree", "dynamic:5,3,2", "--tree", "wide:2,1", "--json", str(tmp_path / "a.json")])
+    results = json.loads((tmp_path / "a.json").read_text())["results"]
+    assert [(r["plan"], r["nodes"]) for r in results] == [("2", 2), ("dynamic:5,3,2", 5), ("tree:-1,-1,0,1", 4)]
+    assert all(r["agreement"]["identical"] == 1 for r in results)
+    assert "draft_acceptance_rate" in results[0] and "node_utilisation" in results[1]
+    assert "dynamic:5,3,2" in capsys.readouterr().out
+
+    files = [word for name in "bc" for word in ("--json", str(tmp_path / f"{name}.json"))]
+    main([command, str(toy_folder), "ngram", *rest, *files])
+    itself, ngram = (json.loads((tmp_path / f"{name}.json").read_text()) for name in "bc")
+    assert itself["record"]["drafter"] == "draft_lm" and itself["record"]["drafter_parameters"] > 0
+    assert itself["results"][0]["draft_acceptance_rate"] > 0.5  # the target drafts for itself
+    assert ngram["record"]["drafter"] == "ngram" and ngram["record"]["drafter_parameters"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("eagle3", ("--tree", "dynamic:99,2,2"), "has 6 nodes at most, not 99"),
+        ("eagle3", ("--tree", "bushy"), "'bushy' is no plan; give K, dynamic:NODES"),
+        ("eagle3", ("--tree", "tree:-1,5"), "parents[1] = 5"),
+        ("eagle3", ("--tree", "wide:3", "--rule", "ratio"), "cannot verify a sampled tree; use"),
+        ("eagle3", ("--tree", "dynamic:4,2,2", "--rule", "rrsw"), "biases sampled drafts"),
+        ("eagle3", ("--rule", "block", "--draft", "coupled"), "the rule 'block' cannot verify a coupled chain"),
+        ("ngram", ("--tree", "wide:2"), "proposes chains only"),
+        ("nowhere", (), "is no drafter"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_clear_line(
+    folder: Path,
+    toy_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    command, drafter, *rest = arguments(folder, toy_folder, name)
+    with pytest.raises(SystemExit) as error:
+        main([command, name if name == "ngram" else drafter, *rest, "--temperature", "1", *options])
+    assert error.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("draftsmith eval: ") and message in line

@@ -15,8 +15,9 @@ from draftsmith.drafters.base import Drafter, Pick, Proposal, TargetHead
 from draftsmith.drafters.tree import Plan
 from draftsmith.inference import noise
 from draftsmith.inference.conversations import Conversation, prompt_ids, prompt_messages
-from draftsmith.inference.decode import Output, generate
+from draftsmith.inference.decode import generate
 from draftsmith.inference.evaluate import Settings, agreement, evaluate, measure_acceptance, spread
+from draftsmith.inference.output import Output
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.target import Target, load
 from draftsmith.scripts.summary import summary

@@ -11,7 +11,8 @@ import pytest
 
 from draftsmith import drafters
 from draftsmith.drafters.tree import Dynamic, Fixed, Plan, branching, chain
-from draftsmith.inference.decode import Output, generate
+from draftsmith.inference.decode import generate
+from draftsmith.inference.output import Output
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 

@@ -11,7 +11,7 @@ import math
 import pytest
 
 from draftsmith.inference import metrics
-from draftsmith.inference.decode import Output, Round
+from draftsmith.inference.output import Output, Round
 
 
 def chain(proposed: int, accepted: int, committed: int) -> Round:

@@ -24,7 +24,8 @@ from torch import Tensor
 from draftsmith.drafters.base import Pick, Picked, Proposal
 from draftsmith.drafters.tree import Dynamic, Fixed, Plan, chain
 from draftsmith.inference import decode, noise, verify
-from draftsmith.inference.decode import Round, generate
+from draftsmith.inference.decode import generate
+from draftsmith.inference.output import Round
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.verify import Keys, Verdict

@@ -19,7 +19,8 @@ from draftsmith import drafters
 from draftsmith.drafters.draft_lm import DraftLM
 from draftsmith.drafters.ngram import NGram
 from draftsmith.drafters.tree import Dynamic, Fixed, Plan, chain
-from draftsmith.inference.decode import Output, generate
+from draftsmith.inference.decode import generate
+from draftsmith.inference.output import Output
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.stopping import Stopping

@@ -9,7 +9,8 @@ import torch
 
 from draftsmith.drafters.tree import Fixed, chain
 from draftsmith.inference import metrics
-from draftsmith.inference.decode import Output, generate
+from draftsmith.inference.decode import generate
+from draftsmith.inference.output import Output
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.stopping import Stopper, Stopping

@@ -72,3 +72,21 @@ def test_a_parent_that_is_not_an_earlier_node_is_refused_by_its_place(parents: t
 def test_a_dynamic_tree_that_cannot_exist_is_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="a dynamic tree of"):
         Dynamic(*sizes)
+
+
+@pytest.mark.parametrize("text", ["5", "dynamic:16,5,8", "tree:-1,-1,0"])
+def test_a_plan_is_named_as_it_is_written(text: str) -> None:
+    assert tree.plan_name(tree.parse_plan(text)) == text
+
+
+def test_short_forms_of_a_plan() -> None:
+    assert tree.parse_plan("dynamic:16") == Dynamic(16, 5, 8)
+    assert tree.parse_plan("dynamic:16,4") == Dynamic(16, 4, 8)
+    assert tree.parse_plan("wide:2,1") == Fixed((-1, -1, 0, 1)) == tree.branching([2, 1])
+    assert tree.plan_name(tree.parse_plan("wide:1,1,1")) == "3"
+
+
+@pytest.mark.parametrize("text", ["", "x", "dynamic:", "dynamic:1,2,3,4", "wide:0", "bushy:3", "3,4"])
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no plan|children per depth"):
+        tree.parse_plan(text)
