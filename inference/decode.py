@@ -212,6 +212,7 @@ class _Loop:
         tree = proposal.tree if proposal else self.nothing
         ids_BR = self.root_B[:, None] if proposal is None else torch.cat([self.root_B[:, None], proposal.tokens_BN], 1)
         out = target.forward(ids_BR, self.cache, self.layers, tree=tree)
+        self.seconds.verify += clock.lap()
         log_probs_BRV, keys = self.law(out.logits, self.rows, self.seeds_B, lengths_B + 1, ids_BR, tree)
         if self.speculation is None or proposal is None:
             emitted_BP, accepted_B, path_BP = keys.emit(log_probs_BRV), torch.zeros_like(self.root_B), None
@@ -222,7 +223,6 @@ class _Loop:
             end_B = path_BP[:, -1]
         raw_BP = self.raw_log_probs(out.logits, emitted_BP, path_BP)
         read = _read(accepted_B[:, None], end_B[:, None], emitted_BP, raw_BP)  # the round's one read
-        self.seconds.verify += clock.lap()
 
         # Everything below knows the outcome on the host.
         late = self.deadline is not None and time.perf_counter() > self.deadline

@@ -50,7 +50,15 @@ class Output:
 
 @dataclasses.dataclass(slots=True)
 class Seconds:
-    """Wall time by part, summed over rounds."""
+    """Wall time by part, summed over rounds.
+
+    Attributes:
+        prefill: passes over prompts, the drafter's included.
+        draft: the drafter: proposing, and reading what was committed.
+        verify: the target's forwards.
+        other: sampling settings, the rule, the read to the host, bookkeeping.
+        rounds: how many.
+    """
 
     prefill: float = 0.0
     draft: float = 0.0
