@@ -132,6 +132,9 @@ class _Loop:
         self.admit([*range(batch)])
         self.seconds.prefill += clock.lap()
         while True:
+            if self.late():
+                while self.waiting:  # no token, no text: nobody began with them
+                    self.outputs[self.waiting.popleft()].reason = "time"
             free = [i for i, number in enumerate(self.rows) if self.outputs[number].reason]
             if free and self.waiting:
                 self.admit(free[: len(self.waiting)])
@@ -225,7 +228,7 @@ class _Loop:
         read = _read(accepted_B[:, None], end_B[:, None], emitted_BP, raw_BP)  # the round's one read
 
         # Everything below knows the outcome on the host.
-        late = self.deadline is not None and time.perf_counter() > self.deadline
+        late = self.late()
         counts, roots, width = [], [], tree.depth + 1
         for number, (a, end, *values) in zip(self.rows, read, strict=True):
             output, accepted, emitted = self.outputs[number], int(a), [int(token) for token in values[:width]]
@@ -249,6 +252,9 @@ class _Loop:
             self.state = self.drafter.observe(self.state, ids_BR, features, self.root_B, counts)
         self.seconds.draft += clock.lap()
         self.seconds.rounds += 1
+
+    def late(self) -> bool:
+        return self.deadline is not None and time.perf_counter() > self.deadline
 
     def can_draft(self) -> bool:
         """Whether some sequence is within the drafter's positions; one that has left them never comes back."""

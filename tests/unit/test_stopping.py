@@ -123,6 +123,12 @@ def test_the_time_budget_ends_everything_and_keeps_what_is_there(target: Target,
         assert output.ids == whole.ids[: len(output.ids)]
 
 
+def test_prompts_that_wait_when_the_time_is_over_stay_without_a_token(target: Target) -> None:
+    outputs = decode(target, max_new=200, max_batch=1, stopping=Stopping(max_seconds=1e-6))
+    assert [output.reason for output in outputs] == ["time"] * 3
+    assert len(outputs[0].ids) >= 1 and outputs[1].ids == outputs[2].ids == []
+
+
 def test_the_raw_length_counts_what_was_accepted_before_the_stop(
     target: Target, stubs: SimpleNamespace, plain: list[Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
