@@ -263,7 +263,7 @@ def _keep_typical(scores: Tensor, typical_p: float) -> Tensor:
 def _sequence_bias(biases: Sequence[tuple[tuple[int, ...], float]]) -> Processor:
     from transformers import SequenceBiasLogitsProcessor
 
-    processor: Processor = SequenceBiasLogitsProcessor([[list(ids), float(bias)] for ids, bias in biases])
+    processor: Processor = SequenceBiasLogitsProcessor({ids: float(bias) for ids, bias in biases})
     return processor
 
 
