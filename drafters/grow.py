@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.base import Pick, Proposal
+from draftsmith.drafters.base import Drawn, Pick, Proposal
 from draftsmith.drafters.tree import Dynamic, Fixed, Plan, Tree, depths, fixed
 
 
@@ -64,6 +64,15 @@ def grow(plan: Plan, root_logits_BW: Tensor, expand: Expand, pick: Pick, token_i
     if isinstance(plan, Fixed):
         return _grow_fixed(plan, root_logits_BW, expand, pick, token_ids_W)
     return _grow_dynamic(plan, root_logits_BW, expand, pick, token_ids_W)
+
+
+def check_drawn(plan: Plan, drawn: Drawn) -> None:
+    """ValueError if drafts that come from there cannot have a shape that is found after they were drawn."""
+    if drawn == "sampled" and isinstance(plan, Dynamic):
+        raise ValueError(
+            "a dynamic tree chooses among its nodes after they were drawn, which biases sampled drafts; draft it by way "
+            "'coupled' or 'argmax', or sample a static tree"
+        )
 
 
 def _grow_fixed(
@@ -164,11 +173,7 @@ def _grow_dynamic(
 ) -> Proposal:
     batch, width = len(root_logits_BW), min(plan.width, root_logits_BW.shape[-1])
     picked = pick(root_logits_BW[:, None], 0, token_ids_W, width)
-    if picked.probs_BMkV is not None:
-        raise ValueError(
-            "a dynamic tree chooses among its nodes after they were drawn, which biases sampled drafts; draft it by way "
-            "'coupled' or 'argmax', or sample a static tree"
-        )
+    check_drawn(plan, pick.drawn)
     tokens_BC, scores_BC = picked.tokens_BMk[:, 0], picked.scores_BMk[:, 0]
     parents_BC = torch.full_like(tokens_BC, -1)  # the candidate that each candidate hangs under
     newest = slice(0, width)

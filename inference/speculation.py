@@ -4,8 +4,9 @@ anything is decoded."""
 import dataclasses
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.grow import check_drawn
 from draftsmith.drafters.settings import nearest
-from draftsmith.drafters.tree import Dynamic, Plan
+from draftsmith.drafters.tree import Plan
 from draftsmith.inference.drafting import default_way, drawn_by
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.verify import RULES, check
@@ -44,11 +45,7 @@ class Speculation:
         if not self.plan.is_chain and not self.drafter.grows_trees:
             raise ValueError("this drafter proposes chains only; give a draft depth K instead of a tree")
         check(self.rule, drawn, self.plan.is_chain)
-        if drawn == "sampled" and isinstance(self.plan, Dynamic):
-            raise ValueError(
-                "a dynamic tree chooses among its nodes after they were drawn, which biases sampled drafts; draft it by way "
-                "'coupled' or 'argmax', or sample a static tree"
-            )
+        check_drawn(self.plan, drawn)
 
     @property
     def drafting_way(self) -> str:
