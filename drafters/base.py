@@ -40,6 +40,10 @@ class Shape:
     max_positions: int = 2048
     fingerprint: str = ""
 
+    def kv_bytes(self, num_layers: int, itemsize: int) -> int:
+        """Bytes of one token's keys and values in so many layers."""
+        return 2 * num_layers * self.num_kv_heads * self.head_dim * itemsize
+
     def differences(self, other: "Shape") -> str:
         """The fields in which two shapes differ, as "name: a here, b there"; empty if they agree."""
         pairs = [
@@ -127,10 +131,15 @@ class Drafter(abc.ABC):
     """Longest text it can follow; None if there is no limit of its own. Beyond it decoding goes on plainly."""
     grows_trees: bool = True
     """Whether it can propose trees; otherwise chains only."""
+    bytes_per_token: int = 0
+    """What its state keeps on the device per token of text: keys and values."""
 
     def weights(self) -> Iterable[Tensor]:
         """All parameters that drafting reads besides the target's own."""
         return ()
+
+    def compile_drafting(self) -> None:  # noqa: B027  (doing nothing is right for most kinds)
+        """Compiles what `observe` and `propose` run (`torch.compile`); nothing where there is little to gain."""
 
     @abc.abstractmethod
     def bind(self, target: TargetHead) -> None:

@@ -47,6 +47,8 @@ class LanguageModel(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    def compile(self) -> None: ...
+
     def new_cache(self, batch: int, capacity: int) -> Any:
         """A cache with `capacity`, `lengths`, `commit`, `select` and `replace` (`inference.cache.KVCache`)."""
 
@@ -111,11 +113,15 @@ class DraftLM(Drafter):
             _check_ids("draft", token_map.draft_ids_W, lm.shape.vocab_size)
             self._draft_ids_W = token_map.draft_ids_W.to(lm.device)
             self._first_reading_V = torch.tensor([reading[0] for reading in token_map.readings], device=lm.device)
+        self.bytes_per_token = lm.shape.kv_bytes(lm.shape.num_layers, lm.dtype.itemsize)
         self._vocab_size = 0
 
     def weights(self) -> Iterable[Tensor]:
         parameters: Iterable[Tensor] = self.lm.model.parameters()
         return parameters
+
+    def compile_drafting(self) -> None:
+        self.lm.compile()
 
     def bind(self, target: TargetHead) -> None:
         vocab_size, own = target.shape.vocab_size, self.lm.shape.vocab_size

@@ -175,6 +175,10 @@ class Model(TrainableDrafter):
                 self.lm_head.weight.copy_(target.head_weight()[kept_W.to(target.head_weight().device)])
 
     @property
+    def bytes_per_token(self) -> int:  # type: ignore[override]
+        return self.shape.kv_bytes(1, self.dtype.itemsize)
+
+    @property
     def token_ids_W(self) -> Tensor | None:
         """Target id of each draft id; None if the draft has the whole vocabulary."""
         if len(self.d2t) == self.shape.vocab_size:
@@ -261,6 +265,9 @@ class Model(TrainableDrafter):
         return output, self.norm(output)
 
     # ---- drafting -------------------------------------------------------------------------------------------------
+
+    def compile_drafting(self) -> None:
+        self._step = torch.compile(self._step, dynamic=True)  # type: ignore[method-assign]
 
     def init(self, batch: int, capacity: int) -> State:
         weight = self.fc.weight

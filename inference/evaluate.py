@@ -20,7 +20,7 @@ import transformers
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.tree import Plan, chain, plan_name
-from draftsmith.inference import metrics, noise
+from draftsmith.inference import memory, metrics, noise
 from draftsmith.inference.conversations import Conversation, prompt_ids, prompt_messages
 from draftsmith.inference.decode import generate, pad_ids
 from draftsmith.inference.output import Output, Seconds
@@ -47,6 +47,7 @@ class Settings:
         speed_temperatures: those at which it is measured; None means all.
         speed_max_new: tokens per answer there; None means max_new.
         repeats: times that each of them is decoded both ways.
+        compiled: target and drafters are compiled first (`torch.compile`).
         seed: prompt i (of all, or of the speed prompts) is sampled with seed + i.
     """
 
@@ -63,6 +64,7 @@ class Settings:
     speed_temperatures: tuple[float, ...] | None = None
     speed_max_new: int | None = None
     repeats: int = 1
+    compiled: bool = False
     seed: int = 0
 
 
@@ -92,11 +94,15 @@ def evaluate(
     for name, drafter in drafters.items():
         try:
             drafter.bind(target)
+            if settings.compiled:
+                drafter.compile_drafting()
             for speed_only, plans in enumerate((settings.plans, settings.speed_plans)):
                 made = [Speculation(drafter, plan, settings.rule, settings.way) for plan in plans]
                 ways += [(name, speculation, bool(speed_only)) for speculation in made]
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+    if settings.compiled:
+        target.compile(layer for drafter in drafters.values() for layer in drafter.feature_layers)
     prompts = [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in conversations]
     reports: dict[str, dict[str, Any]] = {
         name: {"record": _record(target, name, drafter, conversations, settings), "results": []}
@@ -104,10 +110,11 @@ def evaluate(
     }
     for temperature in settings.temperatures:
         sampler = Sampler(temperature, settings.top_k, settings.top_p)
-        plain = None
+        plain, plain_peak = None, []
         if settings.rule == "coupled":  # the only rule that promises the same tokens
             say(f"temperature {temperature:g}: plain decoding of {len(prompts)} prompts")
-            plain = _decode(target, prompts, sampler, None, settings)
+            with memory.peak(target.device) as plain_peak:
+                plain = _decode(target, prompts, sampler, None, settings)
         timed = settings.temperatures if settings.speed_temperatures is None else settings.speed_temperatures
         speeds: list[tuple[dict[str, Any], list[Output]]] = [({}, [])] * len(ways)
         if settings.speed_prompts and temperature in timed:
@@ -121,7 +128,8 @@ def evaluate(
                 say(
                     f"temperature {temperature:g}: {name}, {plan_name(speculation.plan)}, acceptance on {len(prompts)} prompts"
                 )
-                outputs = _decode(target, prompts, sampler, speculation, settings)
+                with memory.peak(target.device) as peak:
+                    outputs = _decode(target, prompts, sampler, speculation, settings)
             result: dict[str, Any] = {
                 "temperature": temperature,
                 "k": speculation.plan.depth,
@@ -138,6 +146,13 @@ def evaluate(
                 result["speedup_predicted"] = tau / sum(speed["round_cost"].values())
             if not speed_only:
                 result["categories"] = _by_category(conversations, outputs)
+                result["contexts"] = metrics.by_context([len(prompt) for prompt in prompts], outputs)
+                batch = min(settings.batch_size, len(prompts))
+                result["memory"] = {
+                    **memory.footprint(target, speculation.drafter, speculation.plan, batch),
+                    "batch": batch,
+                    "peak_delta": peak[0] - plain_peak[0] if peak and plain_peak else None,
+                }
                 result["output_hash"] = _hash([output.ids for output in outputs])
                 if plain is not None:
                     result["agreement"] = agreement(target, prompts, plain, outputs, sampler, settings.seed)

@@ -19,9 +19,14 @@ DEFINITIONS = {
     "path_acceptance": "accepted / depth of the tree, pooled (trees)",
     "cond_accept": "for i = 1..K: rounds with >= i accepted / rounds with >= i - 1 accepted",
     "uncond_accept": "for i = 1..K: rounds with >= i accepted / rounds",
+    "contexts": "tokens_per_round by the tokens before each round, in buckets that double",
+    "memory": "bytes that speculation adds, by what they are for; peak_delta is measured against plain decoding, on a GPU only",
     "speedup": "tokens/s with / without speculation, the same prompts at batch 1, interleaved in one run, prefill excluded",
     "speedup_predicted": "tokens_per_round / (draft + verify + other time of a round on the speed prompts, in plain steps)",
 }
+
+SMALLEST_CONTEXT = 32
+"""Contexts below twice this share the first bucket."""
 
 Rounds = Sequence[Round]
 Item = TypeVar("Item")
@@ -64,6 +69,24 @@ def tokens_per_round(prompts: Sequence[Rounds]) -> float:
     """Tokens committed per round; 1 without a round, as plain decoding."""
     rounds = [round_ for prompt in prompts for round_ in prompt]
     return sum(round_.committed for round_ in rounds) / len(rounds) if rounds else 1.0
+
+
+def by_context(prompt_lengths: Sequence[int], outputs: Sequence[Output]) -> dict[str, Interval]:
+    """tokens_per_round by the length of the text before each round, in buckets that double: "<64", "64-127", "128-255", …"""
+    buckets: dict[int, list[list[Round]]] = {}
+    for length, output in zip(prompt_lengths, outputs, strict=True):
+        context = length + 1  # the prefill's token
+        mine: dict[int, list[Round]] = {}
+        for round_ in output.rounds:
+            mine.setdefault(max(SMALLEST_CONTEXT, 1 << (context.bit_length() - 1)), []).append(round_)
+            context += round_.committed
+        for low, rounds in mine.items():
+            buckets.setdefault(low, []).append(rounds)
+
+    def name(low: int) -> str:
+        return f"<{2 * low}" if low == SMALLEST_CONTEXT else f"{low}-{2 * low - 1}"
+
+    return {name(low): pooled(buckets[low], tokens_per_round) for low in sorted(buckets)}
 
 
 def pooled(items: Sequence[Item], statistic: Callable[[Sequence[Item]], float], *, samples: int = 1000) -> Interval:

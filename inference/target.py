@@ -9,9 +9,8 @@ Letters: B sequences, R rows given to the target (root first), S cache slots, F 
 
 import hashlib
 import inspect
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from draftsmith.drafters.base import LayerId, Shape
 from draftsmith.drafters.grow import Frontier, seen_slots
 from draftsmith.drafters.tree import Tree
 from draftsmith.inference.cache import KVCache
+from draftsmith.inference.capture import capture, grouped_attention, hook
 
 
 class TargetOutput(NamedTuple):
@@ -58,6 +58,8 @@ class Target:
         self.body: nn.Module = getattr(model, model.base_model_prefix)
         self.layers = _decoder_layers(self.body, self.config.num_hidden_layers)
         parameters = inspect.signature(self.body.forward).parameters
+        self._compiled: Callable[..., Any] | None = None
+        self._kept: dict[LayerId, Tensor] = {}  # what the hooks of a compiled model saw last
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5.24
         head = model.get_output_embeddings()
         embedding = model.get_input_embeddings()
@@ -76,6 +78,11 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self._head.weight.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What the cache keeps per token of text."""
+        return self.shape.kv_bytes(self.shape.num_layers, self.dtype.itemsize)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of the input embedding, (…) → (…, D), without any scaling that the model applies afterwards."""
@@ -103,6 +110,15 @@ class Target:
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity)
+
+    def compile(self, layers: Iterable[LayerId] = (), backend: str = "inductor") -> None:
+        """Compiles the decoder for decoding (`torch.compile`, any batch, width and length), with hooks that stay on the layers
+        that will ever be asked for. Costs a minute or so at the first pass of each form (one row, several; equal and ragged
+        lengths)."""
+        if self._compiled is not None:
+            raise ValueError(f"{self.name} is compiled already")
+        hook(self.layers, set(layers), self._kept)
+        self._compiled = torch.compile(self.body.forward, dynamic=True, backend=backend)
 
     @torch.inference_mode()
     def forward(
@@ -155,8 +171,12 @@ class Target:
         self, ids: Tensor, layers: Sequence[LayerId], *, position_ids: Tensor | None, attention_mask: Any, cache: Any
     ) -> tuple[Tensor, Tensor]:
         arguments = {self._cache_argument: cache, "use_cache": cache is not None}
-        with _capture(self.layers, layers) as captured, _grouped_attention(self.device):
-            out = self.body(input_ids=ids, position_ids=position_ids, attention_mask=attention_mask, **arguments)
+        run: Callable[..., Any] = self.body
+        hooks: AbstractContextManager[dict[LayerId, Tensor]] = capture(self.layers, layers)
+        if self._compiled is not None and cache is not None:
+            run, hooks = self._compiled, nullcontext(self._kept)
+        with hooks as captured, grouped_attention(self.device):
+            out = run(input_ids=ids, position_ids=position_ids, attention_mask=attention_mask, **arguments)
         last: Tensor = out.last_hidden_state
         chosen = [last if layer == "last" else captured[layer] for layer in layers]
         return torch.cat(chosen, dim=-1) if chosen else last[..., :0], last
@@ -288,50 +308,6 @@ def fingerprint(model: nn.Module) -> str:
         sample = flat[:: max(1, len(flat) // 16)][:16].to(torch.bfloat16).float().cpu()
         digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-@contextmanager
-def _capture(layers: nn.ModuleList, wanted: Sequence[LayerId]) -> Iterator[dict[LayerId, Tensor]]:
-    """Hooks, for the time of one call, that note the residual stream entering layer i (or leaving the last one)."""
-    captured: dict[LayerId, Tensor] = {}
-    handles = []
-
-    def entering(index: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            captured[index] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    def leaving(_module: nn.Module, _args: Any, output: Any) -> None:
-        captured[len(layers)] = output[0] if isinstance(output, tuple) else output
-
-    try:
-        for layer in wanted:
-            if layer == len(layers):
-                handles.append(layers[-1].register_forward_hook(leaving))
-            elif layer != "last":
-                handles.append(layers[layer].register_forward_pre_hook(entering(layer), with_kwargs=True))
-        yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _grouped_attention(device: torch.device) -> Iterator[None]:
-    """On a CPU, lets query heads share keys and values in masked calls too, for the time of one call: transformers would copy all
-    of them once per query head, because other devices' kernels want that."""
-    name = "TRANSFORMERS_SDPA_FORCE_GQA"
-    before = os.environ.get(name)
-    if device.type == "cpu":
-        os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
 
 
 def _visible(index_BR: Tensor, extent: int, tree: Tree) -> tuple[Tensor, Tensor]:

@@ -159,6 +159,7 @@ def _add_eval(commands: Any) -> None:
     )
     parser.add_argument("--speed-max-new", type=int, default=None, metavar="N", help="tokens per answer for speed")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of each speed prompt (default 1)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile target and drafters first (minutes)")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     about = "where to write the report; several drafters: one --json for each, in their order"
     parser.add_argument("--json", action="append", default=[], metavar="FILE", help=about)
@@ -212,6 +213,7 @@ def _eval(options: argparse.Namespace) -> None:
         speed_max_new=options.speed_max_new,
         repeats=options.repeats,
         seed=options.seed,
+        compiled=options.compile,
     )
     target = _load_target(options)
     loaded = {name: load_drafter(name, target) for name in options.drafters}

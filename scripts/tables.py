@@ -5,6 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.inference import memory
+
 GREEN, RESET = "\033[32m", "\033[0m"
 
 
@@ -46,6 +48,8 @@ def eval_table(report: dict[str, Any]) -> str:
     for r in whole:
         categories = ", ".join(f"{name} {value['value']:.2f}" for name, value in r["categories"].items())
         out.append(f"T = {r['temperature']:g}, {_plan(r, 'K = ')}, tau by category: {categories}")
+    for r in whole[:1]:
+        out.append(f"{_plan(r, 'K = ')}, memory: {memory.describe(r['memory'])}")
     out.append("")
     for r in whole:
         flag = "lossless" if r["lossless"] else "LOSSY"

@@ -114,3 +114,10 @@ def test_every_number_has_its_definition() -> None:
     for outputs in ([A], [TREE]):
         reported = metrics.acceptance(outputs).keys() - {"rounds", "tokens"}
         assert reported <= metrics.DEFINITIONS.keys()
+
+
+def test_rounds_are_sorted_by_the_text_before_them() -> None:
+    result = metrics.by_context([60, 100, 5], [A, B, C])  # A's rounds begin at 61, 65 and 66 tokens; B's at 101 and 104
+    assert list(result) == ["<64", "64-127"]
+    assert result["<64"]["value"] == 4
+    assert result["64-127"]["value"] == (1 + 2 + 3 + 2) / 4
