@@ -25,8 +25,27 @@ __all__ = [
     "save",
 ]
 
-_SHARED = {"base", "checkpoint", "grow", "kv", "layers", "losses", "regression", "settings", "tree", "vocabulary"}
-_UNTRAINED = {"draft_lm", "ngram"}  # drafters, but nothing here trains them: no `Config`, no `Model`
+_SHARED = {
+    "anchors",
+    "adapters",
+    "base",
+    "causal_lm",
+    "checkpoint",
+    "divergences",
+    "grow",
+    "kv",
+    "language_model",
+    "layers",
+    "losses",
+    "recurrent",
+    "regression",
+    "settings",
+    "starts",
+    "texts",
+    "tree",
+    "vocabulary",
+}
+_UNTRAINED = {"ngram", "suffix"}  # drafters, but nothing here trains them: no `Config`, no `Model`
 
 
 def kinds() -> list[str]:

@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import hashlib
 from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,15 @@ class TargetHead(Protocol):
     """What a drafter shares with its target (`inference.target.Target` fulfils it)."""
 
     shape: Shape
+    model: Any
+    """The Hugging Face model, for kinds that begin as a part of it."""
+    layers: nn.ModuleList
+    """Its decoder layers."""
+    tokenizer: Any
+    """None if it came without one."""
+
+    def drive(self, model: Any) -> Any:
+        """Another causal LM, run as the target is (a `language_model.LanguageModel`): in eval mode, but not frozen."""
 
     def embed(self, ids: Tensor) -> Tensor: ...
 
@@ -138,7 +147,10 @@ class Drafter(abc.ABC):
         """All parameters that drafting reads besides the target's own."""
         return ()
 
-    def compile_drafting(self) -> None:  # noqa: B027  (doing nothing is right for most kinds)
+    def forget(self) -> None:  # noqa: B027  (doing nothing is right for most kinds)
+        """Drops what it remembers of earlier texts, so that a measurement does not profit from the one before."""
+
+    def compile_drafting(self) -> None:  # noqa: B027
         """Compiles what `observe` and `propose` run (`torch.compile`); nothing where there is little to gain."""
 
     @abc.abstractmethod
@@ -214,6 +226,18 @@ class TrainingBatch:
     epoch: int = 0
 
 
+class Pace(NamedTuple):
+    """How a parameter learns.
+
+    Attributes:
+        rate: its learning rate as a share of the run's.
+        start: share of the steps before which it stands still; its schedule begins there.
+    """
+
+    rate: float = 1.0
+    start: float = 0.0
+
+
 class TrainableDrafter(nn.Module, Drafter):
     """A drafter with weights. A kind's `Model` is built from its `Config` and the target's `Shape`."""
 
@@ -221,8 +245,16 @@ class TrainableDrafter(nn.Module, Drafter):
     shape: Shape
     training_depth: int
     """Number of draft positions that training supervises."""
+    on_policy: float = 0.0
+    """Share of the training batches whose answers the drafter writes itself (`train.on_policy`); it must do without features."""
     target: Any = None
     """The target that `bind` gave (a `TargetHead`)."""
+    adapts_target: bool = False
+    """Whether training changes a copy of the target too: then the model itself is for training, and `served` decodes with
+    `adapted_model` as its target."""
+
+    averages: bool = True
+    """Whether `optim.ema` can follow its weights: not where adapters hold what is trained."""
 
     @abc.abstractmethod
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
@@ -241,9 +273,38 @@ class TrainableDrafter(nn.Module, Drafter):
     def weights(self) -> Iterable[Tensor]:
         return self.parameters()
 
+    def pace(self, name: str) -> Pace:
+        """How the parameter of that name learns."""
+        return Pace()
+
+    def served(self, shape: Shape) -> "TrainableDrafter":
+        """A copy of what is saved and decodes after training, on the CPU, for the target of that shape."""
+        copy = type(self)(self.config, shape)
+        copy.load_state_dict(self.state_dict())
+        return copy
+
+    def adapted_model(self) -> Any:
+        """The Hugging Face model that takes the target's place after training, independent of it; None if it stays."""
+        return None
+
     @property
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
+
+    @property
+    def token_ids_W(self) -> Tensor | None:
+        """Target id of each draft id; None if the draft has the whole vocabulary. Kinds with a reduced one keep it as a buffer
+        `d2t`, int64 (W,): target id - draft id."""
+        offsets_W = getattr(self, "d2t", None)
+        if offsets_W is None or len(offsets_W) == self.shape.vocab_size:
+            return None
+        ids_W: Tensor = offsets_W + torch.arange(len(offsets_W), device=offsets_W.device)
+        return ids_W
+
+    def bind(self, target: TargetHead) -> None:
+        if target is not self.target:
+            self.check_target(target.shape)
+            self.target = target
 
     def check_target(self, shape: Shape) -> None:
         """ValueError unless `shape` is that of the target this drafter was made for."""

@@ -25,15 +25,21 @@ def build(kind: str, settings: dict[str, Any], shape: Shape, where: str = "draft
     return model
 
 
+def kind_of(drafter: TrainableDrafter) -> str:
+    """The name of its kind, which is that of its module."""
+    return type(drafter).__module__.rsplit(".", 1)[-1]
+
+
 def save(drafter: TrainableDrafter, folder: str | Path) -> None:
     """Writes the drafter folder; an older one is replaced only once the new one is complete."""
+    assert not drafter.adapts_target, "save what `served` gives"
     folder = Path(folder)
     temporary = folder.with_name(folder.name + ".writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     record = {
         "format": FORMAT,
-        "kind": type(drafter).__module__.rsplit(".", 1)[-1],
+        "kind": kind_of(drafter),
         "config": dataclasses.asdict(drafter.config),
         "shape": dataclasses.asdict(drafter.shape),
     }

@@ -1,244 +1,266 @@
-"""A small language model as drafter: any causal LM that predicts tokens of the target's text (Leviathan et al. 2022, arXiv
-2211.17192; Chen et al. 2023, arXiv 2302.01318).
+"""A small language model that is trained to draft: distilled from the target whose text it continues.
 
-It is no kind that can be trained here: it is loaded as it is (`inference.tokenizers.load_draft_lm`) and never changed. It reads
-every committed token, the root included, with a cache of its own, so a proposal of depth P costs P - 1 passes; the nodes of a
-depth are read together, behind the nodes above them, and nothing of it is committed.
+It reads the text alone, nothing of the target, and predicts the next token as any language model does; training pulls its law
+towards the target's (Hinton et al. 2015, arXiv 1503.02531; DistillSpec, Zhou et al. 2023, arXiv 2310.08461, with forward KL,
+reverse KL, JSD or total variation: `loss.divergence`). It begins as a few layers of the target, as another checkpoint, or from
+nothing.
 
-Vocabularies. Without a `TokenMap`, draft ids are target ids. The sizes may differ (padding): draft ids that the target lacks are
-never drafted, target ids that the draft lacks are read as id 0. With a map the tokenizers differ: only tokens that both have are
-drafted, under the draft's law renormalised over them (token-level intersection, Timor et al. 2025, arXiv 2502.05202), and a
-committed token that the draft lacks is read as several draft tokens with the same text. This costs one device-to-host read per
-round, because only the host knows how many they are.
+- answers that the draft writes itself and the target scores (`on_policy`, DistillSpec; `train.on_policy` writes them)
+- only the tokens that a distilled reference copy finds easier than the draft does (AdaSPEC, Hu et al. 2025, arXiv 2510.19779)
+- low-rank adapters instead of all weights
 
-All of that touches acceptance alone: the target verifies whatever comes.
+Drafting is `language_model.DraftLM`. In the conventions of `losses`, the state at position p + 1 is depth 0 of start p; deeper
+drafts are the same law on a longer text, so depth 0 is all that is trained and drafts may be of any depth.
 
-Letters: B sequences, C observed tokens, M nodes expanded together, V target vocabulary, U the draft model's vocabulary, W draft
-ids that can be proposed.
+Departures: the head is never tied to the embedding and may lack tokens, all of which are read; AdaSPEC's share is taken of each
+conversation, so that no selection depends on what else is in a batch.
+
+Letters: B sequences, T positions, D width of the draft, V target vocabulary, U tokens that the draft reads, W draft vocabulary.
 """
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, Pick, Proposal, Shape, TargetHead
-from draftsmith.drafters.grow import Frontier, grow
+from draftsmith.drafters import causal_lm, checkpoint
+from draftsmith.drafters.base import LossParts, Pick, Proposal, Shape, TargetHead, TrainableDrafter, TrainingBatch
+from draftsmith.drafters.language_model import DraftLM, LanguageModel, State
+from draftsmith.drafters.losses import Distilled, LossConfig, distill
+from draftsmith.drafters.starts import trained_starts
 from draftsmith.drafters.tree import Plan
+from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, offsets
 
-SMALLEST_RATIO = 0.75
-"""Without a token map, vocabularies of which the smaller has less than this share of the larger cannot be meant to be the same."""
-
-STRETCH = 2
-"""Draft tokens per target token for which a mapped vocabulary has room; of a text that needs more the rest is not read."""
+SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size")
 
 
-class LanguageModel(Protocol):
-    """What a draft model has to offer (`inference.target.Target` fulfils it)."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    source: str = "target"
+    """Where the weights start: "target" (some of its layers, with its embedding, norm and head), "scratch" (a random Llama of the
+    given sizes), or a model folder or hub id with the target's tokenizer."""
+    layers: tuple[int, ...] | None = None
+    """Of source target: the decoder layers that are kept, ascending, the first is 0; default a fifth of them, half of these the
+    first and half the last (SmolLM2 before training: forward KL 10.2, against 13.7 evenly spread and 14.9 for the first alone)."""
+    hidden_size: int | None = None
+    """Of source scratch: width."""
+    num_layers: int | None = None
+    """Of source scratch: decoder layers (shallow and wide drafts cost least for what they get accepted)."""
+    num_heads: int | None = None
+    """Of source scratch: attention heads."""
+    intermediate_size: int | None = None
+    """Of source scratch: inner width of the MLP."""
+    draft_vocab_size: int | None = None
+    """Tokens the draft can propose, the most frequent ones of the training answers; None means all. All are read."""
+    lora_rank: int = 0
+    """Rank of adapters that are trained instead of the weights; what is saved has them merged. 0 trains all weights."""
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    """What is minimised (`drafters.losses`)."""
+    reference: str | None = None
+    """A run or drafter folder with a distilled draft LM, for AdaSPEC's selection of tokens."""
+    keep: float = 1.0
+    """With a reference: share of each conversation's tokens that is trained, those with the largest loss minus reference loss."""
+    on_policy: float = 0.0
+    """Share of the training batches whose answers the draft writes itself; 1 is on-policy, between 0 and 1 mixed distillation."""
+    lm: dict[str, Any] | None = None
+    """The draft LM's own Hugging Face config; filled in when the weights are set. Given in a run config it saves reading `source`
+    to know the sizes."""
 
-    shape: Shape
-    model: Any
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def compile(self) -> None: ...
-
-    def new_cache(self, batch: int, capacity: int) -> Any:
-        """A cache with `capacity`, `lengths`, `commit`, `select` and `replace` (`inference.cache.KVCache`)."""
-
-    def forward(
-        self,
-        ids_BR: Tensor,
-        cache: Any,
-        *,
-        logits_at_B: Tensor | None = None,
-        frontier: Frontier | None = None,
-        behind: int = 0,
-    ) -> Any:
-        """An output whose `logits` are (B, R, U), or (B, 1, U) for the asked rows only."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenMap:
-    """How the draft's tokens and the target's correspond (`inference.tokenizers.compare` makes it).
-
-    Attributes:
-        draft_ids_W: int64, the draft ids that can be proposed.
-        target_ids_W: int64, the target id of each; ascending, so that among equals the lowest target id is drafted.
-        readings: for each target id the draft ids as which it is read, at least one.
-        begin: draft ids in front of a text that does not begin with them.
-    """
-
-    draft_ids_W: Tensor
-    target_ids_W: Tensor
-    readings: tuple[tuple[int, ...], ...]
-    begin: tuple[int, ...] = ()
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise ValueError("source is empty; give 'target', 'scratch', a model folder or a hub id")
+        if self.layers is not None and self.source != "target":
+            raise ValueError(f"layers belongs to source: target, not to {self.source!r}; leave it out")
+        if self.layers is not None and (not self.layers or list(self.layers) != sorted({abs(i) for i in self.layers})):
+            raise ValueError(f"layers is {list(self.layers)}; give distinct layer numbers from 0 in ascending order")
+        sizes = {name: getattr(self, name) for name in SIZES}
+        if self.source != "scratch" and any(size is not None for size in sizes.values()):
+            given = ", ".join(name for name, size in sizes.items() if size is not None)
+            raise ValueError(f"{given}: sizes belong to source: scratch, not to {self.source!r}; leave them out")
+        if self.source == "scratch":
+            if not all(size is not None and size >= 1 for size in sizes.values()):
+                raise ValueError(f"source scratch needs {', '.join(SIZES)}, each 1 or more; it has {sizes}")
+            assert self.hidden_size is not None and self.num_heads is not None
+            if self.hidden_size % (2 * self.num_heads):
+                raise ValueError(
+                    f"hidden_size is {self.hidden_size} and num_heads {self.num_heads}; give a width that is an even multiple"
+                )
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
+        if self.lora_rank < 0 or (self.lora_rank and self.source == "scratch"):
+            raise ValueError(f"lora_rank is {self.lora_rank}; give 0 or more, and 0 for source: scratch")
+        if not 0 < self.keep <= 1 or not 0 <= self.on_policy <= 1:
+            raise ValueError(f"keep is {self.keep} and on_policy {self.on_policy}; give (0, 1] and [0, 1]")
+        if (self.reference is not None) != (self.keep < 1):
+            raise ValueError("reference and a keep below 1 belong together; give both or neither")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class State:
-    """What the draft model has read.
+class Model(TrainableDrafter):
+    """A causal LM `lm` with the head rows of the draft vocabulary, and `d2t`, their target ids."""
 
-    Attributes:
-        cache: keys and values of all committed tokens, the root included.
-        logits_BW: for the token behind the root.
-    """
+    d2t: Tensor
+    training_depth = 1
 
-    cache: Any
-    logits_BW: Tensor
+    def __init__(self, config: Config, shape: Shape) -> None:
+        super().__init__()
+        self.shape, self.on_policy, self.averages = shape, config.on_policy, config.lora_rank == 0
+        self._runner: LanguageModel | None = None
+        self._drafting: DraftLM | None = None
+        self._judges: tuple[Model, ...] = ()  # a tuple, so that the reference is no part of this module
+        self.register_buffer("d2t", torch.zeros(0, dtype=torch.int64))
+        self._build(config, config.lm or self._first_config(config))
 
+    def _first_config(self, config: Config) -> dict[str, Any]:
+        if config.source == "target":  # a target of another architecture says so itself (`initialise`)
+            return causal_lm.llama(self.shape, num_hidden_layers=len(kept_layers(config, self.shape)))
+        if config.source != "scratch":
+            return causal_lm.read_config(config.source)
+        sizes: dict[str, Any] = {
+            "hidden_size": config.hidden_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_heads,
+            "intermediate_size": config.intermediate_size,
+            "head_dim": None,
+        }
+        return causal_lm.llama(self.shape, **sizes)
 
-class DraftLM(Drafter):
-    """Drafts with a language model, chains and trees."""
+    def _build(self, config: Config, lm: dict[str, Any]) -> None:
+        self.config = dataclasses.replace(config, lm=lm)
+        readable = lm["vocab_size"]
+        vocab = min(draft_vocab_size(config.draft_vocab_size, self.shape), readable)
+        self.lm: Any = causal_lm.build(lm, vocab)
+        self.max_positions = self.lm.config.max_position_embeddings
+        self.d2t = self.d2t.new_zeros(vocab)
 
-    def __init__(self, lm: LanguageModel, token_map: TokenMap | None = None) -> None:
-        """Wraps a draft model.
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Model":
+        """Moves and casts all but the LM's own buffers, which are moved only: rotary frequencies must stay exact."""
+        exact = [(m, name, buffer) for m in self.lm.modules() for name, buffer in m.named_buffers(recurse=False)]
+        super()._apply(fn, recurse)
+        for module, name, buffer in exact:
+            setattr(module, name, buffer.to(getattr(module, name).device))
+        return self
 
-        Args:
-            lm: the model; it may be the target itself, or live on another device.
-            token_map: how the vocabularies correspond; None if equal ids mean equal tokens.
+    # ---- training ----------------------------------------------------------------------------------------------------
 
-        Raises:
-            ValueError: the map names ids that the draft model lacks.
-        """
-        self.lm, self._map = lm, token_map
-        self.max_positions = lm.shape.max_positions
-        if token_map is not None:
-            _check_ids("draft", token_map.draft_ids_W, lm.shape.vocab_size)
-            self._draft_ids_W = token_map.draft_ids_W.to(lm.device)
-            self._first_reading_V = torch.tensor([reading[0] for reading in token_map.readings], device=lm.device)
-        self.bytes_per_token = lm.shape.kv_bytes(lm.shape.num_layers, lm.dtype.itemsize)
-        self._vocab_size = 0
+    def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
+        config, layers = self.config, kept_layers(self.config, self.shape)
+        if config.source == "target":
+            self._build(config, causal_lm.cut_config(target.model.config.get_text_config(), layers))
+        kept_W = choose_draft_vocabulary(token_counts_V[: self.config.lm["vocab_size"]], len(self.d2t))
+        self.d2t.copy_(offsets(kept_W))
+        if config.source == "target":
+            causal_lm.cut_weights(self.lm, target, layers, kept_W)
+        elif config.source != "scratch":
+            causal_lm.check_tokenizer(config.source, target.tokenizer)
+            causal_lm.load_weights(self.lm, config.source, kept_W)
+        if config.lora_rank:
+            causal_lm.add_adapters(self.lm, config.lora_rank)
+        self.bind(target)
+        if config.reference is not None:
+            self._judges = (self._read_reference(config.reference, target),)
 
-    def weights(self) -> Iterable[Tensor]:
-        parameters: Iterable[Tensor] = self.lm.model.parameters()
-        return parameters
+    def _read_reference(self, folder: str, target: TargetHead) -> "Model":
+        head = target.head_weight()
+        judge = checkpoint.load(folder, dtype=head.dtype, device=head.device)
+        if not isinstance(judge, Model):
+            raise ValueError(f"reference {folder!r} is no draft LM; give the folder of a run of kind draft_lm")
+        judge.bind(target)
+        if not torch.equal(judge.d2t.cpu(), self.d2t.cpu()):
+            raise ValueError(
+                f"reference {folder!r} has another draft vocabulary, so its losses cannot be compared; train it with the same "
+                "data and draft_vocab_size"
+            )
+        return judge
 
-    def compile_drafting(self) -> None:
-        self.lm.compile()
+    def forward(self, batch: TrainingBatch) -> LossParts:
+        if not self._judges:
+            return self._distilled(batch).parts
+        with torch.no_grad():
+            all_tokens, easy = self._distilled(batch), self._judges[0]._distilled(batch)
+            gap_BT = (all_tokens.loss_JBT - easy.loss_JBT)[0]
+            weight_BT = hardest(gap_BT, trained_starts(batch, 1)[0], self.config.keep)
+        parts = self._distilled(batch, weight_BT[None]).parts
+        return LossParts(parts.sum, parts.count, all_tokens.parts.metrics)
+
+    def _distilled(self, batch: TrainingBatch, weight_1BT: Tensor | None = None) -> Distilled:
+        states_BTD = self.lm.base_model(input_ids=self._known(batch.ids_BT), use_cache=False).last_hidden_state
+        head_WD = self.lm.get_output_embeddings().weight
+        at_starts_BTD = states_BTD.roll(-1, 1)  # wraps at the end, where nothing is trained
+        return distill([at_starts_BTD], [head_WD], batch, self.target, self.token_ids_W, self.config.loss, weight_1BT)
+
+    def _known(self, ids_BT: Tensor) -> Tensor:
+        """Ids that the LM can read: one that it lacks is read as 0, as in drafting."""
+        return torch.where(ids_BT < self.lm.get_input_embeddings().num_embeddings, ids_BT, 0)
+
+    def served(self, shape: Shape) -> TrainableDrafter:
+        """Without adapters: they are merged."""
+        if not self.config.lora_rank:
+            return super().served(shape)
+        plain = Model(dataclasses.replace(self.config, lora_rank=0), shape)
+        plain.lm.load_state_dict(causal_lm.merged(self.lm))
+        plain.d2t.copy_(self.d2t)
+        return plain
+
+    # ---- drafting ----------------------------------------------------------------------------------------------------
 
     def bind(self, target: TargetHead) -> None:
-        vocab_size, own = target.shape.vocab_size, self.lm.shape.vocab_size
-        if self._map is not None:
-            _check_ids("target", self._map.target_ids_W, vocab_size)
-        elif min(vocab_size, own) < SMALLEST_RATIO * max(vocab_size, own):
-            raise ValueError(
-                f"the draft model has {own} tokens and the target {vocab_size}, so their ids cannot mean the same; give a "
-                "draft model with the target's tokenizer, or a token map (inference.tokenizers.load_draft_lm makes one)"
-            )
-        self._vocab_size, self._device = vocab_size, target.head_weight().device
-        self.token_ids_W = None if self._map is None else self._map.target_ids_W.to(self._device)
+        super().bind(target)
+        if self._runner is None or self._runner.model is not self.lm:
+            self._runner = target.drive(self.lm)
+
+    @property
+    def bytes_per_token(self) -> int:  # type: ignore[override]
+        return self._bound().shape.kv_bytes(self.lm.config.num_hidden_layers, self.dtype.itemsize)
+
+    def compile_drafting(self) -> None:
+        self._bound().compile()
 
     def init(self, batch: int, capacity: int) -> State:
-        assert self._vocab_size, "bind() comes before init()"
-        width = min(self._vocab_size, self.lm.shape.vocab_size) if self._map is None else len(self._draft_ids_W)
-        # With a map a text of `capacity` tokens may be longer for the draft, and scratch rows must fit behind it all the same.
-        capacity = capacity if self._map is None else (STRETCH + 1) * capacity
-        logits_BW = torch.zeros(batch, width, dtype=self.lm.dtype, device=self._device)
-        return State(self.lm.new_cache(batch, capacity), logits_BW)
+        self._drafting = DraftLM(self._bound(), head_ids_W=self.token_ids_W)
+        self._drafting.bind(self.target)
+        return self._drafting.init(batch, capacity)
 
     def observe(self, state: State, ids_BC: Tensor, features_BCF: Tensor, next_B: Tensor, counts: list[int]) -> State:
-        if self._map is None:
-            read_BC, counts = self._unread(state, ids_BC, next_B, counts)
-        else:
-            read_BC, counts = self._reread(state, self._map, ids_BC, next_B, counts)
-        if not any(counts):
-            return state
-        counts_B = torch.tensor(counts, device=self.lm.device)
-        out = self.lm.forward(read_BC, state.cache, logits_at_B=(counts_B - 1).clamp_min(0))
-        state.cache.commit(counts)
-        logits_BW = self._draft_logits(out.logits[:, 0])
-        if not all(counts):  # what waits keeps its logits
-            logits_BW = torch.where(counts_B.to(self._device)[:, None] > 0, logits_BW, state.logits_BW)
-        return State(state.cache, logits_BW)
+        return self._drafter().observe(state, ids_BC, features_BCF, next_B, counts)
 
     def propose(self, state: State, plan: Plan, pick: Pick) -> Proposal:
-        num_expanded = 0
-
-        def expand(frontier: Frontier) -> Tensor:
-            nonlocal num_expanded
-            here = _moved(frontier, self.lm.device)
-            ids_BM = self._known(here.tokens_BM)
-            out = self.lm.forward(ids_BM, state.cache, frontier=here, behind=num_expanded)
-            num_expanded += ids_BM.shape[1]
-            return self._draft_logits(out.logits)
-
-        return grow(plan, state.logits_BW, expand, pick, self.token_ids_W)
+        return self._drafter().propose(state, plan, pick)
 
     def select(self, state: State, rows_B: Tensor) -> State:
-        state.cache.select(rows_B.to(self.lm.device))
-        return State(state.cache, state.logits_BW[rows_B])
+        return self._drafter().select(state, rows_B)
 
     def replace(self, state: State, rows_B: Tensor, other: State) -> State:
-        state.cache.replace(rows_B.to(self.lm.device), other.cache)
-        return State(state.cache, state.logits_BW.index_copy(0, rows_B, other.logits_BW))
+        return self._drafter().replace(state, rows_B, other)
 
-    # ---- vocabularies -------------------------------------------------------------------------------------------------
+    def _bound(self) -> LanguageModel:
+        assert self._runner is not None, "bind() comes first"
+        return self._runner
 
-    def _draft_logits(self, logits: Tensor) -> Tensor:
-        """Logits of the ids that can be proposed: (…, U) → (…, W)."""
-        kept = logits[..., : self._vocab_size] if self._map is None else logits.index_select(-1, self._draft_ids_W)
-        return kept.to(self._device)
-
-    def _known(self, ids: Tensor) -> Tensor:
-        """Draft ids of target ids, one for one."""
-        if self._map is not None:
-            return self._first_reading_V[ids]
-        return torch.where(ids < self.lm.shape.vocab_size, ids, 0)
-
-    def _unread(self, state: State, ids_BC: Tensor, next_B: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
-        """What the draft model has to read, and how much of it for each row: the root is new to it, and of what was committed
-        the first token is not (it was the last root), except for the prompt."""
-        first = not any(state.cache.lengths)
-        read_BC = torch.cat([ids_BC[:, 0 if first else 1 :], ids_BC[:, :1]], 1)  # the last column makes room
-        new = [count + 1 for count in counts] if first else counts
-        newest_B = torch.tensor(new, device=ids_BC.device) - 1
-        read_BC[torch.arange(len(new), device=ids_BC.device), newest_B] = next_B
-        return self._known(read_BC.to(self.lm.device)), new
-
-    def _reread(
-        self, state: State, token_map: TokenMap, ids_BC: Tensor, next_B: Tensor, counts: list[int]
-    ) -> tuple[Tensor, list[int]]:
-        """The same in the draft's own tokens, on the host."""
-        cache, readings = state.cache, token_map.readings
-        free = cache.capacity - max(cache.lengths)
-        rows: list[list[int]] = []
-        for ids, length, count in zip(
-            torch.cat([ids_BC, next_B[:, None]], 1).tolist(), cache.lengths, counts, strict=True
-        ):
-            new = [*ids[1 if length else 0 : count], ids[-1]] if count else []
-            row = [token for target_id in new for token in (readings[target_id] if target_id < len(readings) else (0,))]
-            if row and not length and tuple(row[: len(token_map.begin)]) != token_map.begin:
-                row = [*token_map.begin, *row]
-            room = min(free, cache.capacity // (STRETCH + 1) * STRETCH - length)
-            rows.append(row[max(0, len(row) - room) :])
-        new_counts = [len(row) for row in rows]
-        read_BC = torch.tensor([row + [0] * (max(new_counts) - len(row)) for row in rows], dtype=torch.int64)
-        return read_BC.to(self.lm.device), new_counts
+    def _drafter(self) -> DraftLM:
+        assert self._drafting is not None, "init() comes first"
+        return self._drafting
 
 
-def _moved(frontier: Frontier, device: torch.device) -> Frontier:
-    """The frontier on the draft model's device."""
-    if frontier.tokens_BM.device == device:
-        return frontier
-    visible = frontier.visible_bMA
-    return Frontier(
-        frontier.depth,
-        frontier.tokens_BM.to(device),
-        frontier.parents_bM.to(device),
-        None if visible is None else visible.to(device),
-    )
+def kept_layers(config: Config, shape: Shape) -> tuple[int, ...]:
+    """The decoder layers that are cut out of the target; ValueError if it has not that many."""
+    total = shape.num_layers
+    if config.layers is None:
+        count = max(1, round(total / 5))
+        return (*range(count - count // 2), *range(total - count // 2, total))
+    if config.layers[-1] >= total:
+        raise ValueError(f"layers is {list(config.layers)}; the target has {total} layers: give numbers below {total}")
+    return config.layers
 
 
-def _check_ids(whose: str, ids_W: Tensor, vocab_size: int) -> None:
-    if not len(ids_W) or int(ids_W.min()) < 0 or int(ids_W.max()) >= vocab_size:
-        raise ValueError(
-            f"the token map does not fit: it names {whose} ids {sorted(ids_W.tolist())[:1]} to {sorted(ids_W.tolist())[-1:]}, "
-            f"and the {whose} model has 0 to {vocab_size - 1}; make it with the tokenizers of these two models"
-        )
+def hardest(gap_BT: Tensor, trained_BT: Tensor, keep: float) -> Tensor:
+    """Weights (B, T) that keep a share of each sequence's trained starts, rounded up: those with the largest gap, of equal ones the
+    first. Kept starts weigh as much together as all of them would."""
+    order_BT = torch.where(trained_BT, gap_BT, -math.inf).argsort(dim=1, descending=True, stable=True)
+    rank_BT = order_BT.argsort(dim=1)
+    total_B1 = trained_BT.sum(1, keepdim=True)
+    kept_B1 = (keep * total_B1).ceil()
+    return (trained_BT & (rank_BT < kept_B1)) * (total_B1 / kept_B1.clamp_min(1))

@@ -1,12 +1,15 @@
-"""Layers that several kinds share: RMS norm, rotary positions, gated MLP, residual block.
+"""Layers that several kinds share: RMS norm, rotary positions, attention, gated MLP, decoder layer, residual block.
 
 Plain torch, with the parameter names of the Llama family, so that exports are renames.
 
-Letters: B sequences, H heads, T positions, E head width, D width.
+Letters: B sequences, H heads, T positions, R queries, S keys, E head width, D width, I input width.
 """
 
 import torch
 from torch import Tensor, nn
+
+from draftsmith.drafters.base import Shape
+from draftsmith.drafters.kv import KeyValues, Slots
 
 
 class RMSNorm(nn.Module):
@@ -39,6 +42,38 @@ def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
     return x_BTHE * cos + turned * sin
 
 
+class Attention(nn.Module):
+    """Llama's grouped-query attention in pieces, for callers that keep keys and masks themselves; its input may be wider than its
+    output (EAGLE-3: token and state side by side). With `bias`, queries, keys and values have one (Qwen2)."""
+
+    def __init__(self, shape: Shape, input_width: int | None = None, bias: bool = False) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        width = input_width or shape.hidden_size
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
+
+    def queries(self, x_BRI: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotated queries, (B, R, heads, E)."""
+        return rotate(self.q_proj(x_BRI).unflatten(2, (self.heads, self.head_dim)), *tables)
+
+    def keys(self, x_BRI: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values, (B, R, kv heads, E) each."""
+        key = self.k_proj(x_BRI).unflatten(2, (self.kv_heads, self.head_dim))
+        return rotate(key, *tables), self.v_proj(x_BRI).unflatten(2, (self.kv_heads, self.head_dim))
+
+    def mix(self, query_BRHE: Tensor, key_BHSE: Tensor, value_BHSE: Tensor, mask_BRS: Tensor) -> Tensor:
+        """Attention under a bool mask (B or 1, R, S), before the output projection: (B, R, heads * E)."""
+        # Queries that share keys are put below each other: one product for all of them, and no key is repeated.
+        group = self.heads // self.kv_heads
+        query_BHRE = query_BRHE.transpose(1, 2).unflatten(1, (self.kv_heads, group)).flatten(2, 3)
+        mask_B1RS = mask_BRS.repeat(1, group, 1)[:, None]
+        mixed = nn.functional.scaled_dot_product_attention(query_BHRE, key_BHSE, value_BHSE, attn_mask=mask_B1RS)
+        return mixed.unflatten(2, (group, -1)).flatten(1, 2).transpose(1, 2).flatten(2)
+
+
 class MLP(nn.Module):
     """Llama's gated MLP: down(SiLU(gate x) * up x)."""
 
@@ -50,6 +85,40 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Llama's decoder layer over consecutive tokens: x + attention(norm x), and that plus its MLP behind a norm; causal."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.rope_theta = shape.rope_theta
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, x_BRD: Tensor, cache: KeyValues | None = None, slots: Slots | None = None) -> Tensor:
+        """The layer's output (B, R, D).
+
+        Args:
+            x_BRD: a whole text, or the R tokens behind what the cache holds; padding on the right changes nothing before it.
+            cache: earlier keys and values; the new ones are written into it.
+            slots: where they go (`slots_behind`); given if and only if there is a cache.
+        """
+        assert (cache is None) == (slots is None)
+        extent, device = x_BRD.shape[1] if slots is None else slots.extent, x_BRD.device
+        slot_S = torch.arange(extent, device=device)
+        position_BR = slot_S[None] if slots is None else slots.index_BR
+        tables = rotary_tables(position_BR, self.self_attn.head_dim, self.rope_theta)
+        normed = self.input_layernorm(x_BRD)
+        key, value = (x_BRHE.transpose(1, 2) for x_BRHE in self.self_attn.keys(normed, tables))
+        if cache is not None and slots is not None:
+            key, value = cache.write(key, value, slots)
+        mixed = self.self_attn.mix(self.self_attn.queries(normed, tables), key, value, slot_S <= position_BR[..., None])
+        attended = x_BRD + self.self_attn.o_proj(mixed)
+        out: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
         return out
 
 

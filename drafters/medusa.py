@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from draftsmith.drafters.base import LossParts, Pick, Proposal, Shape, TargetHead, TrainableDrafter, TrainingBatch
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.layers import ResidualBlock
-from draftsmith.drafters.losses import Starts, distill, trained_starts
+from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.regression import later_states
+from draftsmith.drafters.starts import Starts, trained_starts
 from draftsmith.drafters.tree import Plan
-from draftsmith.drafters.vocabulary import choose_draft_vocabulary, offsets
+from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, head_rows, offsets
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +38,8 @@ class Config:
     """Each head has a projection of its own; otherwise all share the target's frozen one."""
     draft_vocab_size: int | None = None
     """Tokens the draft can propose, the most frequent ones of the training answers; None means all."""
-    decay: float = 0.8
-    """Weight of head k is decay ** k."""
-    thin: float = 1.0
-    """Share of one head's starts that the next head is trained on: less work, the same expected gradient; 1 means all."""
-    loss: Literal["soft", "hard"] = "soft"
-    """Cross-entropy towards the target's whole law, or towards its most likely token only."""
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    """What is minimised (`drafters.losses`)."""
     initialise_head: Literal["regression", "target"] = "regression"
     """Own heads start as the target's rows behind a linear guess of the later state, or as those rows alone."""
 
@@ -51,10 +48,6 @@ class Config:
             raise ValueError(f"num_heads is {self.num_heads} and num_layers {self.num_layers}; give 1 or more of each")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay is {self.decay}; give a value above 0, at most 1")
-        if not 0 < self.thin <= 1:
-            raise ValueError(f"thin is {self.thin}; give a value above 0, at most 1")
 
 
 class Blocks(nn.Sequential):
@@ -74,9 +67,7 @@ class Model(TrainableDrafter):
         super().__init__()
         self.config, self.shape = config, shape
         self.max_depth = self.training_depth = config.num_heads
-        vocab = config.draft_vocab_size or shape.vocab_size
-        if vocab > shape.vocab_size:
-            raise ValueError(f"draft_vocab_size is {vocab}, above the target's vocabulary of {shape.vocab_size}")
+        vocab = draft_vocab_size(config.draft_vocab_size, shape)
         width = shape.hidden_size
         self.blocks = nn.ModuleList(Blocks(width, config.num_layers) for _ in range(config.num_heads))
         self.lm_heads = nn.ModuleList(
@@ -87,12 +78,9 @@ class Model(TrainableDrafter):
     def bind(self, target: TargetHead) -> None:
         if target is self.target:
             return
-        self.check_target(target.shape)
-        self.target = target
+        super().bind(target)
         if not self.config.own_head:
-            token_ids_W = self.token_ids_W
-            weight = target.head_weight().detach()  # a Parameter would become one of the drafter's own
-            self.shared_head_WD = weight if token_ids_W is None else weight[token_ids_W.to(weight.device)]
+            self.shared_head_WD = head_rows(target, self.token_ids_W)
 
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
         kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
@@ -109,22 +97,14 @@ class Model(TrainableDrafter):
         """The projections (W, D): one per head, or the shared one alone."""
         return [head.get_parameter("weight") for head in self.lm_heads] or [self.shared_head_WD]
 
-    @property
-    def token_ids_W(self) -> Tensor | None:
-        """Target id of each draft id; None if the draft has the whole vocabulary."""
-        if len(self.d2t) == self.shape.vocab_size:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
     def forward(self, batch: TrainingBatch) -> LossParts:
         config = self.config
-        trained_KBT = trained_starts(batch, config.num_heads, config.thin)
+        trained_KBT = trained_starts(batch, config.num_heads, config.loss.thin)
         hidden: list[Tensor] = []
         for block, trained_BT in zip(self.blocks, trained_KBT, strict=True):
             starts = Starts(trained_BT)
             hidden.append(starts.place(block(starts.pick(batch.last_BTD).to(self.dtype))))
-        hard, heads = config.loss == "hard", self.head_weights()
-        return distill(hidden, heads, batch, self.target, self.token_ids_W, config.decay, hard=hard, thin=config.thin)
+        return distill(hidden, self.head_weights(), batch, self.target, self.token_ids_W, config.loss).parts
 
     def init(self, batch: int, capacity: int) -> Tensor:
         """The state is the last hidden state, (B, D), of the newest token the target has read."""

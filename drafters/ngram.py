@@ -6,18 +6,15 @@ reaches the end of the text goes on into its own draft, so a text that repeats i
 propose the same number of tokens: a row without a match repeats its newest token, which is merely rejected most of the time, and
 counts as drafted in acceptance rates.
 
-It works on the host and needs the committed ids there: one device-to-host read per observation, one copy back per proposal. Every
-token is indexed once, when it is observed.
+It works on the host (`texts`). Every token is indexed once, when it is observed.
 
-Letters: B sequences, C observed tokens, N drafted tokens.
+Letters: B sequences, N drafted tokens.
 """
 
-import dataclasses
-
 import torch
-from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, Pick, Proposal, TargetHead
+from draftsmith.drafters.base import Pick, Proposal
+from draftsmith.drafters.texts import State, TextDrafter
 from draftsmith.drafters.tree import Fixed, Plan, fixed
 
 
@@ -49,15 +46,7 @@ class Text:
         return [self.ids[start + i % period] for i in range(count)]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class State:
-    """The texts of all rows, and where proposals go."""
-
-    texts: list[Text]
-    device: torch.device
-
-
-class NGram(Drafter):
+class NGram(TextDrafter[Text]):
     """Drafts what followed the newest n-gram before."""
 
     grows_trees = False
@@ -70,32 +59,11 @@ class NGram(Drafter):
             )
         self._lengths = range(min_ngram, max_ngram + 1)
 
-    def bind(self, target: TargetHead) -> None:
-        """Any target will do: drafted tokens are its own."""
+    def new_text(self) -> Text:
+        return Text(self._lengths)
 
-    def init(self, batch: int, capacity: int) -> State:
-        return State([Text(self._lengths) for _ in range(batch)], torch.device("cpu"))
-
-    def observe(self, state: State, ids_BC: Tensor, features_BCF: Tensor, next_B: Tensor, counts: list[int]) -> State:
-        rows = torch.cat([ids_BC, next_B[:, None]], 1).tolist()  # the one read
-        for text, ids, count in zip(state.texts, rows, counts, strict=True):
-            if count:
-                for token in ids[1 if text.ids else 0 : count]:  # the first was the last root
-                    text.append(token)
-                text.append(ids[-1])
-        return State(state.texts, ids_BC.device)
-
-    def propose(self, state: State, plan: Plan, pick: Pick) -> Proposal:
+    def propose(self, state: State[Text], plan: Plan, pick: Pick) -> Proposal:
         assert isinstance(plan, Fixed) and plan.is_chain, "grows_trees is False"
         tokens = [text.continuation(plan.nodes) for text in state.texts]
         tokens_BN = torch.tensor(tokens, dtype=torch.int64).to(state.device)
         return Proposal(tokens_BN, fixed(plan.parents, state.device), "fixed")
-
-    def select(self, state: State, rows_B: Tensor) -> State:
-        return State([state.texts[row] for row in rows_B.tolist()], state.device)
-
-    def replace(self, state: State, rows_B: Tensor, other: State) -> State:
-        texts = list(state.texts)
-        for row, text in zip(rows_B.tolist(), other.texts, strict=True):
-            texts[row] = text
-        return State(texts, other.device)

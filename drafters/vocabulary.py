@@ -2,11 +2,13 @@
 
 Serving engines store the map as offsets: target_id = draft_id + d2t[draft_id], for kept ids in ascending order.
 
-Letters: V target vocabulary, W draft vocabulary.
+Letters: V target vocabulary, W draft vocabulary, D width.
 """
 
 import torch
 from torch import Tensor
+
+from draftsmith.drafters.base import Shape, TargetHead
 
 
 def choose_draft_vocabulary(token_counts_V: Tensor, size: int) -> Tensor:
@@ -39,3 +41,17 @@ def check_offsets(d2t_W: Tensor, vocab_size: int) -> None:
             "the draft vocabulary map (d2t) is broken: draft_id + d2t[draft_id] must ascend within the target's "
             f"{vocab_size} tokens; export or train the drafter again"
         )
+
+
+def head_rows(target: TargetHead, token_ids_W: Tensor | None) -> Tensor:
+    """The target's frozen head for a draft to share, (W, D); not copied unless the draft vocabulary is a part of the target's."""
+    weight_VD = target.head_weight().detach()  # a Parameter would become one of the drafter's own
+    return weight_VD if token_ids_W is None else weight_VD[token_ids_W.to(weight_VD.device)]
+
+
+def draft_vocab_size(size: int | None, shape: Shape) -> int:
+    """W: what a config asks for, or the target's whole vocabulary; ValueError if it asks for more."""
+    if size is not None and not 1 <= size <= shape.vocab_size:
+        where = "below 1" if size < 1 else f"above the target's vocabulary of {shape.vocab_size}"
+        raise ValueError(f"draft_vocab_size is {size}, {where}")
+    return size or shape.vocab_size

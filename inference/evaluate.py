@@ -73,6 +73,7 @@ def evaluate(
     drafters: Mapping[str, Drafter],
     conversations: Sequence[Conversation],
     settings: Settings,
+    plans: Mapping[str, tuple[Plan, ...]] | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> dict[str, dict[str, Any]]:
     """Measures everything, plain decoding once for all drafters.
@@ -82,6 +83,7 @@ def evaluate(
         drafters: by the names under which they are reported.
         conversations: held-out prompts.
         settings: what is measured.
+        plans: of drafters that get others than those in `settings`, by name.
         say: told what is under way.
 
     Returns:
@@ -90,14 +92,15 @@ def evaluate(
     Raises:
         ValueError: a drafter made for another target, or a plan, rule or way that it cannot do.
     """
+    own = {name: dataclasses.replace(settings, plans=(plans or {}).get(name, settings.plans)) for name in drafters}
     ways: list[tuple[str, Speculation, bool]] = []  # name, what is tried, whether its speed alone
     for name, drafter in drafters.items():
         try:
             drafter.bind(target)
             if settings.compiled:
                 drafter.compile_drafting()
-            for speed_only, plans in enumerate((settings.plans, settings.speed_plans)):
-                made = [Speculation(drafter, plan, settings.rule, settings.way) for plan in plans]
+            for speed_only, tried in enumerate((own[name].plans, settings.speed_plans)):
+                made = [Speculation(drafter, plan, settings.rule, settings.way) for plan in tried]
                 ways += [(name, speculation, bool(speed_only)) for speculation in made]
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
@@ -105,7 +108,7 @@ def evaluate(
         target.compile(layer for drafter in drafters.values() for layer in drafter.feature_layers)
     prompts = [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in conversations]
     reports: dict[str, dict[str, Any]] = {
-        name: {"record": _record(target, name, drafter, conversations, settings), "results": []}
+        name: {"record": _record(target, name, drafter, conversations, own[name]), "results": []}
         for name, drafter in drafters.items()
     }
     for temperature in settings.temperatures:
@@ -242,12 +245,14 @@ def measure_speed(
         index = max(number, 0) % len(prompts)
         for i in range(len(ways)) if number % 2 else reversed(range(len(ways))):
             seconds = Seconds()
+            if (way := ways[i]) is not None:
+                way.drafter.forget()  # the others have decoded the same prompt
             output = generate(
                 target,
                 [prompts[index]],
                 max_new=settings.max_new if settings.speed_max_new is None else settings.speed_max_new,
                 sampler=sampler,
-                speculation=ways[i],
+                speculation=way,
                 seeds=[settings.seed + index],
                 seconds=seconds,
             )[0]
@@ -314,6 +319,8 @@ def _decode(
     target: Target, prompts: Sequence[list[int]], sampler: Sampler, speculation: Speculation | None, settings: Settings
 ) -> list[Output]:
     """All prompts in batches of similar length, in the order given."""
+    if speculation is not None:
+        speculation.drafter.forget()
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     outputs: dict[int, Output] = {}
     for begin in range(0, len(order), settings.batch_size):
@@ -370,6 +377,7 @@ def _record(
     return {
         "target": target.name,
         "target_fingerprint": target.shape.fingerprint,
+        "target_adapted_from": target.adapted_from,
         "target_parameters": sum(p.numel() for p in target.model.parameters()),
         "name": name,
         "drafter": type(drafter).__module__.rsplit(".", 1)[-1],

@@ -1,4 +1,4 @@
-"""The drafter that a user names: a run or drafter folder, a causal LM, or "ngram"."""
+"""The drafter that a user names: a run or drafter folder, a causal LM, "ngram", "suffix", or "mtp"."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 from draftsmith import drafters
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.ngram import NGram
+from draftsmith.drafters.suffix import Suffix
+from draftsmith.inference.native_mtp import load_native_mtp
 from draftsmith.inference.target import Target
 from draftsmith.inference.tokenizers import load_draft_lm
 
@@ -14,8 +16,9 @@ def load_drafter(name: str, target: Target) -> Drafter:
     """Loads a drafter for a target, in the target's dtype and on its device.
 
     Args:
-        name: "ngram" for prompt lookup; a folder that training or `drafters.save` wrote; or a causal LM as
-            `inference.target.load` takes it (a model folder, a .gguf file).
+        name: "ngram" for prompt lookup, "suffix" for suffix decoding, "mtp" for the head in the target's own folder; a folder
+            that training or `drafters.save` wrote; or a causal LM as `inference.target.load` takes it (a model folder, a
+            .gguf file).
         target: what it drafts for.
 
     Raises:
@@ -23,9 +26,23 @@ def load_drafter(name: str, target: Target) -> Drafter:
     """
     if name == "ngram":
         return NGram()
+    if name == "suffix":
+        return Suffix()
+    if name == "mtp":
+        return load_native_mtp(target.name, target)
     if is_language_model(Path(name)):
         return load_draft_lm(name, target)
-    return drafters.load(name, dtype=target.dtype, device=target.device)
+    drafter = drafters.load(name, dtype=target.dtype, device=target.device)
+    run = Path(name) if (Path(name) / "drafter").exists() else Path(name).parent
+    try:
+        drafter.check_target(target.shape)
+    except ValueError as error:
+        if not (run / "target" / "config.json").exists():
+            raise
+        raise ValueError(
+            f"{error}: training adapted it too, it is {run / 'target'} (--target {run / 'target'})"
+        ) from error
+    return drafter
 
 
 def is_language_model(path: Path) -> bool:

@@ -25,6 +25,9 @@ from draftsmith.drafters.tree import Tree
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.capture import capture, grouped_attention, hook
 
+ADAPTED_FROM = "draftsmith_adapted_from"
+"""The key of a model's config.json that says so."""
+
 
 class TargetOutput(NamedTuple):
     """What one forward gives.
@@ -43,13 +46,21 @@ class TargetOutput(NamedTuple):
 class Target:
     """A causal LM in eval mode without gradients; no call changes its weights, flags or config."""
 
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase | None, name: str, *, frozen: bool = True
+    ) -> None:
         """Wraps a loaded model and checks it; `load` is the usual way in.
+
+        Args:
+            model: the model.
+            tokenizer: its own.
+            name: how messages and reports call it.
+            frozen: its weights get no gradients; those of a draft model that is being trained still do.
 
         Raises:
             ValueError: the model cannot be driven exactly: no head, unknown logit arithmetic, or a state without roll-back.
         """
-        self.model: Any = model.eval().requires_grad_(False)
+        self.model: Any = model.eval().requires_grad_(False) if frozen else model.eval()
         self.tokenizer = tokenizer
         self.name = name
         self.config: Any = model.config.get_text_config()
@@ -70,6 +81,11 @@ class Target:
         self.shape = describe(self.config, vocab_size=head.weight.shape[0], fingerprint=fingerprint(model))
         self.eos_ids = _eos_ids(model, tokenizer)
         self._check()
+
+    @property
+    def adapted_from(self) -> dict[str, Any] | None:
+        """Of a target that training adapted: `path` and `fingerprint` of the original, and how far it is from that."""
+        return _setting(self.model.config, ADAPTED_FROM)
 
     @property
     def device(self) -> torch.device:
@@ -107,6 +123,10 @@ class Target:
     def head_weight(self) -> Tensor:
         """(V, D); drafters start from it."""
         return self._head.weight
+
+    def drive(self, model: Any) -> "Target":
+        """A draft model behind the same contract, put in eval mode; its weights may still be trained."""
+        return Target(model, None, "the draft model", frozen=False)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache(batch, capacity)

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from draftsmith.drafters.draft_lm import DraftLM, TokenMap
+from draftsmith.drafters.language_model import DraftLM, TokenMap
 from draftsmith.inference.target import Target, load
 
 LEAST_SHARE = 0.25

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from draftsmith.drafters.checkpoint import write_text
-from draftsmith.drafters.draft_lm import DraftLM
+from draftsmith.drafters.language_model import DraftLM
 from draftsmith.drafters.ngram import NGram
 from draftsmith.drafters.tree import chain
 from draftsmith.inference import metrics

@@ -6,6 +6,8 @@ What a user can put right is a `ValueError` below and one line here, with exit s
 import argparse
 import json
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +21,11 @@ def main(arguments: list[str] | None = None) -> None:
         add(commands)
     options, rest = parser.parse_known_args(arguments)
     if rest:
-        # argparse does not collect key=value behind an option such as --dry-run
-        if not hasattr(options, "overrides") or any(word.startswith("-") or "=" not in word for word in rest):
+        # argparse does not collect configs and key=value behind an option such as --dry-run
+        if not hasattr(options, "words") or any(word.startswith("-") for word in rest):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        options.overrides = [*options.overrides, *rest]
+        options.words = [*options.words, *rest]
+    options.command_line = shlex.join(["draftsmith", *(sys.argv[1:] if arguments is None else arguments)])
     try:
         options.run(options)
     except ValueError as error:
@@ -92,7 +95,10 @@ def _cache(options: argparse.Namespace) -> None:
     from draftsmith.train.features import FeatureStore
     from draftsmith.train.run import load_target, load_training_sequences
 
-    config = read(options.config, options.overrides)
+    files, overrides = _words(options)
+    if len(files) > 1:
+        raise ValueError(f"{len(files)} configs are given, {', '.join(files)}; give one, and settings as key=value")
+    config = read(files[0], overrides)
     if config.features.store != "disk":
         raise ValueError("the config's features.store is not disk; add features.store=disk features.folder=FOLDER")
     target = load_target(config, _device(options.device))
@@ -105,25 +111,42 @@ def _cache(options: argparse.Namespace) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    about = "train a drafter (on several devices: accelerate launch -m draftsmith.train.run CONFIG [key=value ...])"
+    about = (
+        "train a drafter (on several devices: accelerate launch -m draftsmith.train.run CONFIG [key=value ...]); "
+        "several configs, or a grid of values: train all, and compare them in one table"
+    )
     parser = _command(commands, "train", about, _train)
     _config_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check the config, print the drafter's size and stop")
+    about = "one run for each of these values; several --grid: for each combination"
+    parser.add_argument("--grid", action="append", default=[], metavar="key=V,V", help=about)
+    about = "write the table of all runs there, and their full reports beside it (.json)"
+    parser.add_argument("--table", type=Path, default=None, metavar="FILE.md", help=about)
+    about = "held-out prompts for the table (default: eval.prompts of the configs)"
+    parser.add_argument("--eval-prompts", default=None, metavar="FILE", help=about)
+    parser.add_argument("--eval-num-prompts", type=int, default=None, metavar="N", help="so many, evenly spread")
+    parser.add_argument("--eval-max-new", type=int, default=None, metavar="N", help="tokens per answer (default 128)")
 
 
 def _train(options: argparse.Namespace) -> None:
-    from draftsmith.train.config import read
+    from draftsmith.scripts.sweep import Prompts, read_runs, sweep
     from draftsmith.train.run import train
 
-    config = read(options.config, options.overrides)
+    _positive(options, "eval_num_prompts", "eval_max_new")
+    configs = read_runs(*_words(options), options.grid)
     if options.dry_run:
         from draftsmith.train.size import describe_size
 
-        print(describe_size(config))
+        for config in configs:
+            print(f"{config.output}: " * (len(configs) > 1) + describe_size(config))
         return
     if options.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    print(train(config))
+    prompts = Prompts(file=options.eval_prompts, number=options.eval_num_prompts, max_new=options.eval_max_new)
+    if len(configs) > 1 or options.grid or options.table or prompts != Prompts():
+        print(sweep(configs, prompts, _device(options.device), options.table, options.command_line))
+    else:
+        print(train(configs[0]))
 
 
 # ---- eval -------------------------------------------------------------------------------------------------------------
@@ -136,7 +159,7 @@ def _add_eval(commands: Any) -> None:
         "drafters",
         nargs="+",
         metavar="DRAFTER",
-        help="run folder, drafter folder, causal LM, or ngram; several share a run",
+        help="run folder, drafter folder, causal LM, ngram, suffix, or mtp; several share a run",
     )
     _target_arguments(parser)
     parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL of held-out prompts")
@@ -228,7 +251,9 @@ def _eval(options: argparse.Namespace) -> None:
 
 def _add_generate(commands: Any) -> None:
     parser = _command(commands, "generate", "answer one prompt, tokens that the drafter guessed in green", _generate)
-    parser.add_argument("drafter", metavar="DRAFTER", help="run folder, drafter folder, causal LM, or ngram")
+    parser.add_argument(
+        "drafter", metavar="DRAFTER", help="run folder, drafter folder, causal LM, ngram, suffix, or mtp"
+    )
     _target_arguments(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--k", type=int, default=5, metavar="K", help="draft length (default 5)")
@@ -247,7 +272,7 @@ def _generate(options: argparse.Namespace) -> None:
     from draftsmith.inference.output import Seconds
     from draftsmith.inference.sampling import Sampler
     from draftsmith.inference.speculation import Speculation
-    from draftsmith.scripts.tables import Stream
+    from draftsmith.scripts.tables import Stream, describe_adapted
 
     target = _load_target(options)
     drafter = load_drafter(options.drafter, target)
@@ -268,6 +293,8 @@ def _generate(options: argparse.Namespace) -> None:
     rate = (tokens - 1) / seconds.decode if seconds.decode else float("nan")
     tau = tokens_per_round([outputs[0].rounds])
     print(f"{tokens} tokens, {tau:.2f} per round, {rate:.1f} tokens/s, lossless", file=sys.stderr)
+    if target.adapted_from:
+        print(describe_adapted(target.adapted_from), file=sys.stderr)
 
 
 # ---- shared -----------------------------------------------------------------------------------------------------------
@@ -301,8 +328,15 @@ def _sampling_arguments(parser: argparse.ArgumentParser, several: bool = False) 
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a run's YAML, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example optim.learning_rate=3e-4")
+    about = "a run's YAML, see configs/; then settings for it, for example optim.learning_rate=3e-4"
+    parser.add_argument("words", nargs="+", metavar="CONFIG [key=value]", help=about)
+
+
+def _words(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The configs and the overrides among the words; the first is a config, whatever it is called."""
+    rest = options.words[1:]
+    overrides = [word for word in rest if re.match(r"[\w.]*=", word)]
+    return [options.words[0], *(word for word in rest if word not in overrides)], overrides
 
 
 def _load_target(options: argparse.Namespace) -> Any:

@@ -50,23 +50,27 @@ def summary(runs: list[Path]) -> str:
                 rates = [f"{fast[name]:.1f}" for name in ("plain_tokens_per_second", "tokens_per_second")]
                 cells += [str(fast["k"]), *rates, interval(fast["speedup"])]
             lines.append("| " + " | ".join(cells) + " |")
-    record = next(iter(reports.values()))["record"]
+    return "\n".join([*lines, "", *footnotes([*reports.values()])])
+
+
+def footnotes(reports: list[dict[str, Any]]) -> list[str]:
+    """What was measured on what, and the evidence of losslessness."""
+    record = reports[0]["record"]
     settings = record["settings"]
-    agreements = [r["agreement"] for report in reports.values() for r in report["results"] if "agreement" in r]
+    agreements = [r["agreement"] for report in reports for r in report["results"] if "agreement" in r]
     identical, total = sum(a["identical"] for a in agreements), sum(a["of"] for a in agreements)
     worst = max((a["largest_margin"] for a in agreements), default=0.0)
+    timed = min(settings["speed_prompts"], record["num_prompts"])
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    lines += [
-        "",
+    return [
         f"Target {record['target']} ({record['target_parameters'] / 1e6:.0f} M parameters, {record['dtype']}), "
         f"{record['threads']} threads, {versions}; {record['num_prompts']} held-out prompts, "
-        f"{settings['max_new']} tokens per answer; speed at batch 1 on {settings['speed_prompts']} of them, "
+        f"{settings['max_new']} tokens per answer; speed at batch 1 on {timed} of them, "
         f"{settings['speed_max_new'] or settings['max_new']} tokens each. "
         "tau: tokens per target pass; intervals: 95 %, bootstrap over prompts.",
         f"Lossless: {identical} of {total} outputs identical to plain decoding; where {record['dtype']} rounding parts them, "
         f"the two tokens' scores differ by at most {worst:.2g}.",
     ]
-    return "\n".join(lines)
 
 
 def interval(value: dict[str, float]) -> str:

@@ -26,7 +26,7 @@ def eval_table(report: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [header]
     for r in results:
         tau = r["tokens_per_round"]
-        row = [f"{r['temperature']:g}", _plan(r), f"{tau['value']:.2f} [{tau['low']:.2f}, {tau['high']:.2f}]"]
+        row = [f"{r['temperature']:g}", plan_label(r), f"{tau['value']:.2f} [{tau['low']:.2f}, {tau['high']:.2f}]"]
         row.append(" ".join("-" if a is None else f"{a:.2f}" for a in r["cond_accept"]))
         if "speedup" in r:
             s = r["speedup"]
@@ -40,6 +40,8 @@ def eval_table(report: dict[str, Any]) -> str:
     lines.insert(1, "-" * len(lines[0]))
     first = f"{record['name']}: {record['drafter']} ({record['drafter_parameters'] / 1e6:.1f} M parameters) for {record['target']}"
     out = [f"{first}, {record['dtype']}, {record['num_prompts']} prompts", "", *lines, ""]
+    if record.get("target_adapted_from"):
+        out.insert(1, describe_adapted(record["target_adapted_from"]))
     settings = record["settings"]
     if settings["speed_prompts"]:
         length = settings["speed_max_new"] or settings["max_new"]
@@ -47,13 +49,13 @@ def eval_table(report: dict[str, Any]) -> str:
     whole = [r for r in results if not r["speed_only"]]
     for r in whole:
         categories = ", ".join(f"{name} {value['value']:.2f}" for name, value in r["categories"].items())
-        out.append(f"T = {r['temperature']:g}, {_plan(r, 'K = ')}, tau by category: {categories}")
+        out.append(f"T = {r['temperature']:g}, {plan_label(r, 'K = ')}, tau by category: {categories}")
     for r in whole[:1]:
-        out.append(f"{_plan(r, 'K = ')}, memory: {memory.describe(r['memory'])}")
+        out.append(f"{plan_label(r, 'K = ')}, memory: {memory.describe(r['memory'])}")
     out.append("")
     for r in whole:
         flag = "lossless" if r["lossless"] else "LOSSY"
-        line = f"T = {r['temperature']:g}, {_plan(r, 'K = ')}: rule {r['rule']} ({flag})"
+        line = f"T = {r['temperature']:g}, {plan_label(r, 'K = ')}: rule {r['rule']} ({flag})"
         if "agreement" in r:
             a = r["agreement"]
             line += f"; {a['identical']} of {a['of']} outputs identical to plain decoding"
@@ -67,7 +69,15 @@ def eval_table(report: dict[str, Any]) -> str:
     return "\n".join(out)
 
 
-def _plan(result: dict[str, Any], chain: str = "") -> str:
+def describe_adapted(origin: dict[str, Any]) -> str:
+    """What a target that training adapted is, and how far from the original."""
+    line = f"target adapted from {origin['path']}: lossless towards the adapted target, not towards the original"
+    if "kl" in origin:
+        line += f" (KL {origin['kl']:.2g} nats, same top choice at {origin['top1_agreement']:.1%} of held-out answer tokens)"
+    return line
+
+
+def plan_label(result: dict[str, Any], chain: str = "") -> str:
     """K of a chain, or what tree it was."""
     plan: str = result["plan"]
     if plan.isdigit():

@@ -26,8 +26,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no forked-process wa
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2")
 VOCAB, WIDTH, LAYERS = 64, 32, 4
 KIND_SETTINGS: dict[str, dict[str, Any]] = {
+    "eagle": {"draft_vocab_size": 48, "noise": 0.0},
+    "dflash": {
+        "num_layers": 2,
+        "block_size": 8,
+        "layers": [1, 2, 3],
+        "draft_vocab_size": 48,
+        "markov_rank": 4,
+        "confidence_weight": 1.0,
+    },
+    "draft_lm": {"layers": [1], "draft_vocab_size": 48},
     "eagle3": {"layers": [1, 2, 3], "draft_vocab_size": 48},
+    "hydra": {"num_heads": 5, "prefix_attention": True, "draft_vocab_size": 48},
     "medusa": {"num_heads": 5, "draft_vocab_size": 48},
+    "p_eagle": {"layers": [1, 2, 3], "draft_vocab_size": 48, "num_layers": 2},
+    "mtp": {"draft_vocab_size": 48},
+    "medusa2": {"num_heads": 5, "draft_vocab_size": 48, "adapt_rank": 4},
 }
 """Toy settings of kinds whose defaults do not fit a target of four layers; other kinds use their defaults."""
 
@@ -75,7 +89,7 @@ def make_target(family: str = "llama", dtype: torch.dtype = torch.float64, seed:
     return Target(make_model(family, dtype, seed, **changes), None, f"toy {family}")
 
 
-def make_drafter(kind: str, target: Target, seed: int = 1, noise: float = 0.0, **changes: Any) -> TrainableDrafter:
+def make_drafter(kind: str, target: Target, seed: int = 1, **changes: Any) -> TrainableDrafter:
     """An untrained drafter of a kind for a toy target, in the target's dtype."""
     torch.manual_seed(seed)
     settings = {**KIND_SETTINGS.get(kind, {}), **changes}

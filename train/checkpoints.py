@@ -11,10 +11,13 @@ from typing import Any
 from accelerate import Accelerator
 
 from draftsmith.drafters.checkpoint import replace_folder
+from draftsmith.train.average import Average
 
 
-def save(accelerator: Accelerator, folder: Path, step: int, progress: dict[str, Any], keep: int) -> None:
-    """Writes `folder`/step-N with the accelerator's state and `progress`, then deletes all but the newest `keep`."""
+def save(
+    accelerator: Accelerator, folder: Path, step: int, progress: dict[str, Any], average: Average | None, keep: int
+) -> None:
+    """Writes `folder`/step-N with the accelerator's state, the average and `progress`, then deletes all but the newest `keep`."""
     final = folder / f"step-{step:08d}"
     temporary = final.with_name(final.name + ".writing")
     if accelerator.is_main_process:
@@ -24,6 +27,8 @@ def save(accelerator: Accelerator, folder: Path, step: int, progress: dict[str, 
     accelerator.save_state(str(temporary), safe_serialization=True)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        if average is not None:
+            average.save(temporary)
         (temporary / "progress.json").write_text(json.dumps({"step": step, **progress}))
         replace_folder(temporary, final)
         for old in complete(folder)[:-keep]:
@@ -31,12 +36,14 @@ def save(accelerator: Accelerator, folder: Path, step: int, progress: dict[str, 
     accelerator.wait_for_everyone()
 
 
-def load_latest(accelerator: Accelerator, folder: Path) -> dict[str, Any] | None:
+def load_latest(accelerator: Accelerator, folder: Path, average: Average | None) -> dict[str, Any] | None:
     """Restores the newest complete checkpoint and returns its progress; None if there is none."""
     found = complete(folder)
     if not found:
         return None
     accelerator.load_state(str(found[-1]))
+    if average is not None:
+        average.load(found[-1])
     progress: dict[str, Any] = json.loads((found[-1] / "progress.json").read_text())
     return progress
 

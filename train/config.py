@@ -80,12 +80,20 @@ class OptimConfig:
     """AdamW's."""
     weight_decay: float = 0.0
     """AdamW's, on matrices only."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Course of the learning rate behind the warm-up: down to `final` as a cosine or a line, at the peak throughout, or at the peak
+    until a line leads down over the last `decay_share` of the steps (warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395)."""
     warmup: float = 0.04
     """Share of the steps with a rising learning rate."""
+    decay_share: float | None = None
+    """Share of the steps, at the end, in which wsd falls."""
     final: float = 0.1
-    """Learning rate at the end of the cosine, as a share of the peak."""
+    """Learning rate at the end, as a share of the peak; constant stays at the peak."""
     clip_norm: float = 1.0
     """Gradient norm above which gradients are scaled down."""
+    ema: float | None = None
+    """Decay per step of an exponential moving average of the weights, 0.99 for example (null: none). It is what is evaluated and
+    saved as the drafter; training goes on with the weights themselves. Lower in the first steps (`train/average.py`)."""
 
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < math.inf or not self.clip_norm > 0:
@@ -94,6 +102,12 @@ class OptimConfig:
             raise ValueError(f"weight_decay is {self.weight_decay}; give 0 or more")
         if not 0 <= self.warmup < 1 or not 0 <= self.final <= 1:
             raise ValueError("warmup must be in [0, 1) and final in [0, 1]")
+        if (self.schedule == "wsd") != (self.decay_share is not None):
+            raise ValueError("decay_share belongs to schedule: wsd, and that schedule needs one")
+        if self.decay_share is not None and not 0 < self.decay_share <= 1 - self.warmup:
+            raise ValueError(f"decay_share is {self.decay_share}; give a number above 0, at most 1 - warmup")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema is {self.ema}; give a number between 0 and 1, or leave it out")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas is {list(self.betas)}; give two numbers in [0, 1)")
 
@@ -102,6 +116,10 @@ class OptimConfig:
 class LoopConfig:
     epochs: float = 1.0
     """Passes over the data; may be a fraction."""
+    max_minutes: float | None = None
+    """Stop after so much wall time of training, over all resumes and without evaluation, or after `epochs` if that is sooner (null:
+    no limit). The schedule follows whichever is nearer to its end, so the learning rate still gets there. How many steps fit in
+    depends on the machine: such a run is not reproduced bit by bit."""
     batch_size: int = 8
     """Conversations per process and micro-batch."""
     accumulation: int = 1
@@ -118,6 +136,8 @@ class LoopConfig:
     def __post_init__(self) -> None:
         if not self.epochs > 0:
             raise ValueError(f"epochs is {self.epochs}; give a number above 0")
+        if self.max_minutes is not None and not 0 < self.max_minutes < math.inf:
+            raise ValueError(f"max_minutes is {self.max_minutes}; give a number above 0, or leave it out")
         for name in ("batch_size", "accumulation", "log_every", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
@@ -160,7 +180,7 @@ class TrackingConfig:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     output: str
-    """The run folder."""
+    """The run folder; {kind} in it stands for the drafter's kind, for sweeps over several."""
     seed: int = 0
     """Of initial weights and data order."""
     target: TargetConfig
@@ -204,6 +224,8 @@ def read(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> RunCo
         raise ValueError(f"{path} holds no settings; see configs/ for complete examples")
     for override in overrides:
         _apply(values, override)
+    if isinstance(values.get("output"), str) and isinstance(values.get("drafter"), dict):
+        values["output"] = values["output"].replace("{kind}", str(values["drafter"].get("kind")))
     return parse(RunConfig, values, str(path))
 
 

@@ -3,14 +3,14 @@
     accelerate launch -m draftsmith.train.run CONFIG [key=value …]
 
 Started again with the same command after a kill, it continues from its newest checkpoint and, on a CPU, ends with the same
-bits. The run folder holds config.yaml (complete), drafter/ (the best so far), checkpoints/, metrics.jsonl.
+bits (unless `loop.max_minutes` leaves it to the clock how many steps there are). The run folder holds config.yaml (complete),
+drafter/ (the best so far; of a kind that adapts the target, target/ beside it), checkpoints/, metrics.jsonl.
 """
 
 import dataclasses
 import json
 import math
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,21 @@ from draftsmith import drafters
 from draftsmith.configs import locate
 from draftsmith.drafters.base import TrainableDrafter, TrainingBatch
 from draftsmith.drafters.checkpoint import write_text
-from draftsmith.drafters.losses import summarise
 from draftsmith.drafters.vocabulary import coverage
 from draftsmith.inference.conversations import prompt_ids, prompt_messages, read_conversations
 from draftsmith.inference.evaluate import measure_acceptance, spread
 from draftsmith.inference.target import Target, load
-from draftsmith.train import checkpoints, tracking
-from draftsmith.train.config import LoopConfig, OptimConfig, RunConfig, read, to_yaml
+from draftsmith.train import checkpoints, on_policy, serving, tracking
+from draftsmith.train.average import Average
+from draftsmith.train.clock import Clock
+from draftsmith.train.config import LoopConfig, RunConfig, read, to_yaml
 from draftsmith.train.data import Sequence, count_answer_tokens, load_sequences, plan_epoch
 from draftsmith.train.features import FeatureStore
+from draftsmith.train.optim import make_optimizers, schedule, set_rates
 
-NOTHING_DONE: dict[str, Any] = {"step": 0, "best_tau": 0.0, "trained_tokens": 0, "seconds": 0.0}
+NOTHING_DONE: dict[str, Any] = {
+    "step": 0, "best_tau": 0.0, "trained_tokens": 0, "seconds": 0.0, "evaluation_seconds": 0.0,
+}  # fmt: skip
 FITTED_TOKENS = 50_000
 """Answer tokens that starting values are fitted to."""
 
@@ -73,21 +77,26 @@ def train(config: RunConfig) -> Path:
     drafter.initialise(target, counts_V, () if resumes else some_batches(store, first_epoch))
     drafter.to(accelerator.device, torch.float64 if target.dtype == torch.float64 else torch.float32)
     describe(accelerator, drafter, sequences, counts_V)
+    if config.optim.ema is not None and not drafter.averages:
+        raise ValueError(f"optim.ema cannot average the adapters of this {config.kind}; set it to null")
+    average = None if config.optim.ema is None else Average(config.optim.ema, drafter)
     model, *optimizers = accelerator.prepare(drafter, *make_optimizers(drafter, config.optim))
 
     # Where the run stands: at its newest checkpoint, if there is one.
     num_steps = max(1, round(steps_per_epoch * config.loop.epochs))
-    progress = checkpoints.load_latest(accelerator, folder / "checkpoints") or NOTHING_DONE
-    first_step, best_tau = progress["step"], progress["best_tau"]
-    trained_tokens, seconds = progress["trained_tokens"], progress["seconds"]
+    budget = math.inf if config.loop.max_minutes is None else 60 * config.loop.max_minutes
+    progress = checkpoints.load_latest(accelerator, folder / "checkpoints", average) or NOTHING_DONE
+    first_step, best_tau, trained_tokens = progress["step"], progress["best_tau"], progress["trained_tokens"]
     tracking.start(accelerator, config, dataclasses.asdict(config))
     metrics = tracking.Metrics(accelerator, folder / "metrics.jsonl", first_step)
     held_out = load_held_out(config, target)
+    answers = serving.plain_answers(target, held_out, config.eval) if drafter.adapts_target else []
     if first_step:
         say(accelerator, f"continuing from step {first_step} of {num_steps}")
 
-    window, planned, batches = Window(), -1, []
-    started = time.perf_counter() - seconds
+    clock = Clock(progress["seconds"], progress["evaluation_seconds"])
+    used = progress["seconds"] - progress["evaluation_seconds"]
+    window, planned, batches = tracking.Window(clock), -1, []
     for step in range(first_step, num_steps):
         epoch, within = divmod(step, steps_per_epoch)
         if epoch != planned:
@@ -97,13 +106,21 @@ def train(config: RunConfig) -> Path:
         ]
 
         # One optimizer step: losses are sums, divided once by the count over all micro-batches and processes.
-        supervised = sum(sum(sequences[index].loss_mask[2:]) for batch in mine for index in batch)
+        texts = [[sequences[index] for index in indices] for indices in mine]
+        written: set[int] = set()  # which of them the drafter wrote itself
+        for number, text in enumerate(texts):
+            key = (config.seed, step, number * accelerator.num_processes + accelerator.process_index)
+            if on_policy.chosen(drafter.on_policy, key):
+                texts[number] = on_policy.write(drafter.eval(), target, text, key)
+                written.add(number)
+        supervised = sum(sum(sequence.loss_mask[2:]) for text in texts for sequence in text)
         global_count = accelerator.reduce(torch.tensor(float(supervised), device=accelerator.device), "sum").clamp_min(
             1
         )
         model.train()
         for number, indices in enumerate(mine):
-            batch = store.batch(indices, epoch)
+            own = number in written
+            batch = on_policy.batch(target, texts[number], epoch) if own else store.batch(indices, epoch)
             with accelerator.autocast(), sync_last(accelerator, model, number == len(mine) - 1):
                 parts = model(batch)
                 accelerator.backward(
@@ -112,18 +129,22 @@ def train(config: RunConfig) -> Path:
             window.add(parts.metrics)
         window.tokens += supervised
         trained_tokens += int(global_count)
+        position = max(step, num_steps * used / budget)
+        set_rates(optimizers, position, num_steps, config.optim)
         norm = accelerator.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
-        share = schedule(step, num_steps, config.optim)
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = share * group["peak"]
             optimizer.step()
             optimizer.zero_grad()
         done = step + 1
+        if average is not None:
+            average.update(accelerator.unwrap_model(model), done)
+        if budget < math.inf:  # all processes go by the same clock
+            used = float(accelerator.reduce(torch.tensor(clock.training_seconds, device=accelerator.device), "mean"))
+        last = done == num_steps or used >= budget
 
-        if done % config.loop.log_every == 0 or done == num_steps:
+        if done % config.loop.log_every == 0 or last:
             values = window.close(accelerator) | {
-                "learning_rate": share * config.optim.learning_rate,
+                "learning_rate": schedule(position, num_steps, config.optim) * config.optim.learning_rate,
                 "gradient_norm": float(norm),
             }
             if not math.isfinite(values["loss"]):
@@ -132,35 +153,39 @@ def train(config: RunConfig) -> Path:
                 )
             values["epoch"] = done / steps_per_epoch
             metrics.log(done, values)
-            left = (time.perf_counter() - started) / done * (num_steps - done)
+            left = max(0.0, min(clock.seconds / done * (num_steps - done), budget - used))
             say(
                 accelerator,
                 f"step {done}/{num_steps}  loss {values['loss']:.3f}  accuracy {values['accuracy/0']:.3f}  "
                 f"predicted tau {values['predicted_tau']:.2f}  {values['tokens_per_second']:.0f} tokens/s  "
                 f"{left / 60:.1f} min left",
             )
-        if done % config.eval.every == 0 or done == num_steps:
-            window.pause()
-            drafter_now = accelerator.unwrap_model(model)
-            measured = evaluate_now(config, target, drafter_now, held_out)
-            metrics.log(done, measured)
-            say(accelerator, f"step {done}/{num_steps}  real acceptance: tau {measured['acceptance/tau']:.3f}")
-            if accelerator.is_main_process and measured["acceptance/tau"] > best_tau:
-                drafters.save(drafter_now, folder / "drafter")
-            best_tau = max(best_tau, measured["acceptance/tau"])
-            window.resume()
-        if done % config.loop.checkpoint_every == 0 and done < num_steps:
-            state = {
-                "best_tau": best_tau,
-                "trained_tokens": trained_tokens,
-                "seconds": time.perf_counter() - started,
-            }
-            checkpoints.save(accelerator, folder / "checkpoints", done, state, config.loop.keep_checkpoints)
+        if done % config.eval.every == 0 or last:
+            with clock.evaluation():
+                drafter_now = accelerator.unwrap_model(model) if average is None else average.drafter
+                now, served = serving.serve(target, drafter_now, answers)
+                measured = evaluate_now(config, now, served, held_out) | serving.distances(now)
+                metrics.log(done, measured)
+                say(accelerator, f"step {done}/{num_steps}  real acceptance: tau {measured['acceptance/tau']:.3f}")
+                if accelerator.is_main_process and measured["acceptance/tau"] > best_tau:
+                    serving.save(now, served, folder)
+                best_tau = max(best_tau, measured["acceptance/tau"])
+        progress = {
+            "best_tau": best_tau,
+            "trained_tokens": trained_tokens,
+            "seconds": clock.seconds,
+            "evaluation_seconds": clock.evaluation_seconds,
+        }
+        if last:
+            break
+        if done % config.loop.checkpoint_every == 0:
+            checkpoints.save(accelerator, folder / "checkpoints", done, progress, average, config.loop.keep_checkpoints)
 
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        summary = {"steps": num_steps, "best_tau": best_tau, "seconds": time.perf_counter() - started}
-        summary |= {"answer_tokens": int(counts_V.sum()), "trained_tokens": trained_tokens}
+        summary = {"steps": done, "answer_tokens": int(counts_V.sum()), **progress}
+        if drafter.adapts_target:
+            summary["target_adapted_from"] = serving.origin(folder)
         write_text(folder / "finished.json", json.dumps(summary, indent=2) + "\n")
     accelerator.end_training()
     return folder
@@ -232,43 +257,6 @@ def some_batches(store: FeatureStore, plan: list[list[int]]) -> Iterator[Trainin
         yield store.batch(indices)
 
 
-def make_optimizers(drafter: TrainableDrafter, config: OptimConfig) -> list[torch.optim.Optimizer]:
-    """AdamW alone, or Muon (Jordan et al. 2024) for the inner matrices and AdamW for heads, norms and biases.
-
-    Each parameter group carries `peak`, the learning rate that the schedule scales.
-    """
-    inner: list[torch.nn.Parameter] = []
-    matrices: list[torch.nn.Parameter] = []
-    vectors: list[torch.nn.Parameter] = []
-    for name, parameter in drafter.named_parameters():
-        if parameter.requires_grad:
-            is_inner = config.name == "muon" and parameter.dim() == 2 and "lm_head" not in name
-            (inner if is_inner else matrices if parameter.dim() >= 2 else vectors).append(parameter)
-    beta1, beta2 = config.betas
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay, "peak": config.learning_rate},
-        {"params": vectors, "weight_decay": 0.0, "peak": config.learning_rate},
-    ]
-    groups = [group for group in groups if group["params"]]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, betas=(beta1, beta2), fused=True)]
-    if inner:
-        rate = config.muon_learning_rate
-        muon = torch.optim.Muon(inner, lr=rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
-        muon.param_groups[0]["peak"] = rate
-        optimizers.append(muon)
-    return optimizers
-
-
-def schedule(step: int, num_steps: int, config: OptimConfig) -> float:
-    """Share of the peak learning rate: linear warm-up, then a cosine down to `final`. A function of the step alone, so there is
-    no state to lose."""
-    warmup = config.warmup * num_steps
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    along = (step - warmup) / max(1, num_steps - warmup)
-    return config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * along))
-
-
 def mixed_precision(loop: LoopConfig) -> str:
     """accelerate's name for the precision; `auto` asks the hardware."""
     if loop.precision != "auto":
@@ -284,9 +272,7 @@ def evaluate_now(
     config: RunConfig, target: Target, drafter: TrainableDrafter, held_out: list[list[int]]
 ) -> dict[str, float]:
     """Real acceptance of the drafter as it would be served: a copy in the target's dtype, through the verify loop."""
-    copy = drafters.build(config.kind, config.drafter_settings, drafter.shape)
-    copy.load_state_dict(drafter.state_dict())
-    copy.to(target.device, target.dtype).eval()
+    copy = drafter.served(target.shape).to(target.device, target.dtype).eval()
     measured: dict[str, Any] = measure_acceptance(
         target,
         copy,
@@ -318,34 +304,6 @@ def describe(accelerator: Accelerator, drafter: TrainableDrafter, sequences: lis
         accelerator,
         f"{len(sequences):,} conversations, {int(counts_V.sum()):,} answer tokens; drafter of {size / 1e6:.1f} M parameters{share}",
     )
-
-
-class Window:
-    """Metrics summed since the last line, and the time they took."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.tokens = 0.0
-        self.start = time.perf_counter()
-
-    def add(self, metrics: dict[str, Tensor]) -> None:
-        for name, value in metrics.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
-
-    def pause(self) -> None:
-        self.start -= time.perf_counter()
-
-    def resume(self) -> None:
-        self.start += time.perf_counter()
-
-    def close(self, accelerator: Accelerator) -> dict[str, float]:
-        sums = {name: accelerator.reduce(value, "sum") for name, value in self.sums.items()}
-        tokens = float(accelerator.reduce(torch.tensor(self.tokens, device=accelerator.device), "sum"))
-        elapsed = time.perf_counter() - self.start
-        values = summarise(sums) | {"tokens_per_second": tokens / elapsed}
-        values["loss"] = float((sums["loss"] / sums["supervised"].clamp_min(1)).mean())
-        self.__init__()  # type: ignore[misc]
-        return values
 
 
 def say(accelerator: Accelerator, line: str) -> None:

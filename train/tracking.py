@@ -1,4 +1,5 @@
-"""Where metrics go: always `metrics.jsonl` in the run folder, and a tracker through accelerate if the config names one."""
+"""How metrics are summed between two lines, and where the lines go: always to `metrics.jsonl` in the run folder, and to a tracker
+through accelerate if the config names one."""
 
 import json
 import math
@@ -9,8 +10,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from torch import Tensor
 
+from draftsmith.drafters.losses import summarise
+from draftsmith.train.clock import Clock
 from draftsmith.train.config import RunConfig, TrackingConfig
 
 
@@ -92,3 +97,26 @@ class Metrics:
             with self.file.open("a") as file:
                 file.write(json.dumps({"step": step, **clean}) + "\n")
         self.accelerator.log(values, step=step)
+
+
+class Window:
+    """Metrics summed since the last line, and the time of training they took."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.sums: dict[str, Tensor] = {}
+        self.tokens = 0.0
+        self.start = clock.training_seconds
+
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        for name, value in metrics.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
+
+    def close(self, accelerator: Accelerator) -> dict[str, float]:
+        sums = {name: accelerator.reduce(value, "sum") for name, value in self.sums.items()}
+        tokens = float(accelerator.reduce(torch.tensor(self.tokens, device=accelerator.device), "sum"))
+        elapsed = self.clock.training_seconds - self.start
+        values = summarise(sums) | {"tokens_per_second": tokens / elapsed}
+        values["loss"] = float((sums["loss"] / sums["supervised"].clamp_min(1)).mean())
+        self.__init__(self.clock)  # type: ignore[misc]
+        return values

@@ -21,13 +21,29 @@ import yaml
 
 from draftsmith import drafters
 from draftsmith.inference.target import load
+from draftsmith.scripts.main import main
 from draftsmith.train.config import read
 
 KIND_SETTINGS: dict[str, dict[str, Any]] = {
+    "eagle": {"draft_vocab_size": 128, "steps": 2},
+    "dflash": {
+        "num_layers": 2,
+        "block_size": 4,
+        "layers": [1, 2, 3],
+        "draft_vocab_size": 128,
+        "anchors": 8,
+        "markov_rank": 4,
+    },
+    "draft_lm": {"layers": [0, 3], "draft_vocab_size": 128, "on_policy": 0.5},
     "eagle3": {"layers": [1, 2, 3], "draft_vocab_size": 128},
+    "hydra": {"num_heads": 3, "prefix_attention": True, "draft_vocab_size": 128},
     "medusa": {"num_heads": 3, "draft_vocab_size": 128},
+    "p_eagle": {"layers": [1, 2, 3], "depth": 3, "num_layers": 2, "draft_vocab_size": 128},
+    "medusa2": {"num_heads": 3, "draft_vocab_size": 128, "adapt_rank": 4},
 }
 STEPS, CHECKPOINT_EVERY = 60, 10
+NOT_AVERAGED = ("medusa", "medusa2")
+"""The other kinds are trained with an average of their weights."""
 
 
 def conversations(path: Path, count: int, *, answers: bool) -> str:
@@ -51,7 +67,7 @@ def write_config(folder: Path, target: Path, kind: str, output: str = "run") -> 
         "drafter": {"kind": kind, **KIND_SETTINGS.get(kind, {})},
         "data": {"train": [conversations(folder / "train.jsonl", 24, answers=True)]},
         "features": {"store": "online"},
-        "optim": {"learning_rate": 3e-3},
+        "optim": {"learning_rate": 3e-3, "ema": None if kind in NOT_AVERAGED else 0.8},
         "loop": {
             "epochs": 10,
             "batch_size": 4,
@@ -94,6 +110,12 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
 
 
+def adapts(folder: Path) -> bool:
+    """Whether the run's kind adapts its target."""
+    adapted: bool = drafters.kind_module(read(folder / "config.yaml").kind).Model.adapts_target
+    return adapted
+
+
 @pytest.fixture(scope="module", params=drafters.kinds())
 def finished(request: pytest.FixtureRequest, toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of an uninterrupted run, of every kind."""
@@ -106,7 +128,8 @@ def finished(request: pytest.FixtureRequest, toy_folder: Path, tmp_path_factory:
 
 def test_a_run_leaves_everything_that_was_promised(finished: Path, toy_folder: Path) -> None:
     names = {path.name for path in finished.iterdir()}
-    assert names == {"config.yaml", "drafter", "checkpoints", "metrics.jsonl", "finished.json"}
+    adapted = {"target"} if adapts(finished) else set()
+    assert names == {"config.yaml", "drafter", "checkpoints", "metrics.jsonl", "finished.json"} | adapted
     assert read(finished / "config.yaml") == read(finished.with_suffix(".yaml"))
     summary = json.loads((finished / "finished.json").read_text())
     assert summary["steps"] == STEPS and summary["answer_tokens"] > 0
@@ -115,14 +138,15 @@ def test_a_run_leaves_everything_that_was_promised(finished: Path, toy_folder: P
     training, measured = ([line for line in lines if name in line] for name in ("loss", "acceptance/tau"))
     assert [line["step"] for line in training] == list(range(5, STEPS + 1, 5))
     assert [line["step"] for line in measured] == [20, 40, 60]
-    fitted = read(finished / "config.yaml").kind == "medusa"  # its heads start close to where training brings them
+    # Fitted heads start close to where training brings them.
+    fitted = read(finished / "config.yaml").kind in ("medusa", "medusa2", "hydra")
     assert training[-1]["loss"] < (0.99 if fitted else 0.9) * training[0]["loss"]
     assert training[-1]["epoch"] == 10
     assert max(line["acceptance/tau"] for line in measured) == summary["best_tau"] >= 1
     assert len(list((finished / "checkpoints").iterdir())) == 2  # older ones are deleted
 
     drafter = drafters.load(finished)
-    drafter.bind(load(toy_folder))
+    drafter.bind(load(finished / "target" if adapted else toy_folder))
     assert all(bool(torch.isfinite(parameter).all()) for parameter in drafter.parameters())
 
 
@@ -134,6 +158,55 @@ def test_a_run_fits_medusas_starting_values_to_its_own_data(toy_folder: Path, tm
         assert done.returncode == 0, done.stderr
         losses.append(next(line["loss"] for line in metrics(tmp_path / start) if "loss" in line))
     assert losses[0] < losses[1]
+
+
+def test_an_adapted_target_is_what_its_run_is_evaluated_with_and_says_so(
+    toy_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run(write_config(tmp_path, toy_folder, "medusa2"), "loop.epochs=2", "drafter.distill_weight=1")
+    assert done.returncode == 0, done.stderr
+    origin = json.loads((tmp_path / "run" / "finished.json").read_text())["target_adapted_from"]
+    assert origin["path"] == str(toy_folder) and origin["fingerprint"] == load(toy_folder).shape.fingerprint
+    assert origin["kl"] > 0 and 0 < origin["top1_agreement"] <= 1
+    (measured,) = (line for line in metrics(tmp_path / "run") if "acceptance/tau" in line)
+    assert [measured[f"adapted/{name}"] for name in ("kl", "top1_agreement")] == [
+        origin["kl"],
+        origin["top1_agreement"],
+    ]
+    trained = [line["adapted_kl"] for line in metrics(tmp_path / "run") if "loss" in line]
+    assert trained[-1] > 0
+
+    command = ["eval", str(tmp_path / "run"), "--prompts", str(tmp_path / "held.jsonl"), "--dtype", "float32", "--k", "2",
+               "--max-new", "12", "--speed-prompts", "0", "--device", "cpu", "--json", str(tmp_path / "report.json")]  # fmt: skip
+    main([*command, "--target", str(tmp_path / "run" / "target")])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["record"]["target_adapted_from"] == origin and report["record"]["drafter"] == "medusa"
+    assert report["results"][0]["agreement"]["identical"] == 4
+    printed = capsys.readouterr().out
+    assert (
+        f"target adapted from {toy_folder}: lossless towards the adapted target, not towards the original (KL"
+        in printed
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--target", str(toy_folder)])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "made for another target (fingerprint: " in error and f"(--target {tmp_path / 'run' / 'target'})" in error
+
+
+@pytest.mark.parametrize("settings", ["on_policy: 1.0", "lora_rank: 2"])
+def test_a_draft_lm_is_trained_in_mixed_precision(settings: str, toy_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    config = write_config(tmp_path, toy_folder, "draft_lm")
+    common = ["loop.epochs=3", "loop.precision=bfloat16"]
+    if "lora" in settings:
+        refused = run(config, f"drafter={{kind: draft_lm, layers: [0, 3], {settings}}}", *common)
+        assert refused.returncode == 2 and "optim.ema cannot average the adapters" in refused.stderr
+    common.append("optim.ema=null")
+    done = run(config, f"drafter={{kind: draft_lm, layers: [0, 3], {settings}}}", *common)
+    assert done.returncode == 0, done.stderr
+    assert drafters.load(tmp_path / "run").config.lora_rank == 0
+    losses = [line["loss"] for line in metrics(tmp_path / "run") if "loss" in line]
+    assert losses[-1] < losses[0]
 
 
 def test_a_finished_run_is_not_trained_again_and_other_settings_are_refused(finished: Path) -> None:
@@ -167,7 +240,10 @@ def test_a_run_killed_twice_ends_with_the_same_bits(finished: Path, toy_folder: 
     assert "continuing from step" in last.stderr
 
     assert metrics(killed) == metrics(finished)
-    for name in ("drafter/model.safetensors", f"checkpoints/step-{STEPS - CHECKPOINT_EVERY:08d}/model.safetensors"):
+    checkpoint = f"checkpoints/step-{STEPS - CHECKPOINT_EVERY:08d}"
+    averages = [] if kind in NOT_AVERAGED else [f"{checkpoint}/average.safetensors"]
+    targets = ["target/model.safetensors"] if adapts(finished) else []
+    for name in ("drafter/model.safetensors", f"{checkpoint}/model.safetensors", *averages, *targets):
         ours, theirs = (safetensors.torch.load_file(folder / name) for folder in (killed, finished))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
@@ -257,7 +333,7 @@ def test_a_wandb_run_without_a_network_records_loss_and_real_acceptance(toy_fold
     "overrides, message",
     [
         (["optim.learning_rat=1"], "optim: unknown key 'learning_rat'; did you mean 'learning_rate'?"),
-        (["drafter.kind=eagel"], "unknown drafter kind 'eagel'; did you mean 'eagle3'?"),
+        (["drafter.kind=eagel"], "unknown drafter kind 'eagel'; did you mean 'eagle'?"),
         (["target.path=/no/such/folder"], "/no/such/folder"),
         (["data.train=[/no/such.jsonl]"], "/no/such.jsonl does not exist; correct data.train or eval.prompts"),
         (["eval.prompts=/no/such.jsonl"], "/no/such.jsonl does not exist; correct data.train or eval.prompts"),

@@ -141,13 +141,23 @@ def test_after_every_round_the_target_s_cache_equals_a_fresh_pass(
 
 
 @pytest.mark.parametrize("plan", [tree.chain(3), tree.Fixed(PARENTS), tree.Dynamic(6, 3, 2)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"norm_output": True}, {"fc_norm": True}, {"draft_vocab_size": None}])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("eagle", {}),
+        ("eagle3", {}),
+        ("eagle3", {"norm_output": True}),
+        ("eagle3", {"fc_norm": True}),
+        ("eagle3", {"draft_vocab_size": None}),
+    ],
+    ids=str,
+)
 def test_after_every_round_the_eagle_drafter_s_cache_equals_a_fresh_observation(
-    toy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], plan: tree.Plan
+    toy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any], plan: tree.Plan
 ) -> None:
     """Its own keys and values of committed tokens come from the target's features, never from drafted ones."""
     target = toy.make_target("llama")
-    drafter = toy.make_drafter("eagle3", target, **options)
+    drafter = toy.make_drafter(kind, target, **options)
     plain_observe, select = drafter.observe, drafter.select
     texts: list[list[int]] = [[] for _ in PROMPTS]
     audits = 0

@@ -44,7 +44,7 @@ BROKEN = [
     ("optim.learning_rat=1", "optim: unknown key 'learning_rat'; did you mean 'learning_rate'?"),
     ("loop.batchsize=4", "loop: unknown key 'batchsize'; did you mean 'batch_size'?"),
     ("target.dtyp=float32", "target: unknown key 'dtyp'; did you mean 'dtype'?"),
-    ("drafter.kind=eagel3", "drafter kind 'eagel3'; did you mean 'eagle3'? allowed: eagle3, medusa"),
+    ("drafter.kind=eagel3", "drafter kind 'eagel3'; did you mean 'eagle3'?"),
     ("drafter.step=3", "drafter: unknown key 'step'; did you mean 'steps'?"),
     ("drafter.steps=0", "drafter: steps is 0; give 1 or more"),
     ("drafter.steps=true", "drafter.steps: expected int, got True"),
@@ -76,6 +76,18 @@ BROKEN = [
     ("optim.betas=[0.9]", "betas is [0.9]; give two numbers"),
     ("optim.betas=[0.9, 1.0]", "betas is [0.9, 1.0]"),
     ("optim.weight_decay=-0.1", "weight_decay is -0.1"),
+    ("optim.schedule=wds", "optim.schedule: 'wds' is not one of 'cosine', 'linear', 'constant', 'wsd'"),
+    ("optim.schedule=wsd", "decay_share belongs to schedule: wsd, and that schedule needs one"),
+    ("optim.decay_share=0.2", "decay_share belongs to schedule: wsd, and that schedule needs one"),
+    ("optim={schedule: wsd, decay_share: 0}", "decay_share is 0.0; give a number above 0, at most 1 - warmup"),
+    (
+        "optim={schedule: wsd, decay_share: 0.8, warmup: 0.3}",
+        "decay_share is 0.8; give a number above 0, at most 1 - warmup",
+    ),
+    ("optim.ema=0", "ema is 0.0; give a number between 0 and 1, or leave it out"),
+    ("optim.ema=1", "ema is 1.0; give a number between 0 and 1, or leave it out"),
+    ("loop.max_minutes=0", "max_minutes is 0.0; give a number above 0, or leave it out"),
+    ("loop.max_minutes=.inf", "max_minutes is inf; give a number above 0, or leave it out"),
     ("loop.epochs=0", "loop: epochs is 0.0; give a number above 0"),
     ("loop.batch_size=0", "batch_size is 0; give 1 or more"),
     ("loop.accumulation=0", "accumulation is 0; give 1 or more"),
@@ -149,6 +161,11 @@ def test_a_config_that_does_not_exist_is_named(tmp_path: Path) -> None:
         read(tmp_path / "nowhere.yaml")
 
 
+def test_the_output_may_name_the_kind(file: Path) -> None:
+    config = read(file, ["output=runs/{kind}-1"])
+    assert config.output == f"runs/{config.kind}-1"
+
+
 def test_overrides_change_what_they_name_and_nothing_else(file: Path) -> None:
     plain = read(file)
     changed = read(
@@ -183,7 +200,7 @@ target:
   revision: main
   dtype: float32
   shape: {hidden_size: 32, vocab_size: 64, num_layers: 8, intermediate_size: 64, num_heads: 4, num_kv_heads: 2, head_dim: 8}
-drafter: {kind: eagle3, layers: [1, 2, 3], fc_norm: true, decay: 0.5}
+drafter: {kind: eagle3, layers: [1, 2, 3], fc_norm: true, loss: {decay: 0.5}}
 data: {train: [a.jsonl, b.jsonl], max_length: 64, max_answer_tokens: 1000}
 features: {store: disk, folder: f, capture_batch: 4}
 optim: {betas: [0.8, 0.9], weight_decay: 0.01}

@@ -42,7 +42,7 @@ def make(name: str, toy: SimpleNamespace, stubs: SimpleNamespace, target: Any, t
     if name in ("constant", "random"):
         torch.manual_seed(0)
         return {"constant": stubs.Constant, "random": stubs.Random}[name]()
-    changes = {"layers": [1, 2]} if name == "eagle3" else {}
+    changes = {"layers": [1, 2]} if name in ("dflash", "eagle3", "p_eagle") else {}
     return toy.make_drafter(name, target, **changes)
 
 

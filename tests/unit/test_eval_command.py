@@ -88,7 +88,7 @@ def test_trees_a_language_model_and_prompt_lookup_are_measured_too(
     files = [word for name in "bc" for word in ("--json", str(tmp_path / f"{name}.json"))]
     main([command, str(toy_folder), "ngram", *rest, *files])
     itself, ngram = (json.loads((tmp_path / f"{name}.json").read_text()) for name in "bc")
-    assert itself["record"]["drafter"] == "draft_lm" and itself["record"]["drafter_parameters"] > 0
+    assert itself["record"]["drafter"] == "language_model" and itself["record"]["drafter_parameters"] > 0
     assert itself["results"][0]["draft_acceptance_rate"] > 0.5  # the target drafts for itself
     assert ngram["record"]["drafter"] == "ngram" and ngram["record"]["drafter_parameters"] == 0
 

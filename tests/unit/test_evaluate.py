@@ -178,6 +178,16 @@ def test_drafters_measured_together_share_plain_decoding_and_keep_their_own_acce
     assert deep[0] < 0.5 and deep[1] == 1.0
 
 
+def test_a_drafter_may_get_plans_of_its_own(toy: SimpleNamespace, target: Target) -> None:
+    pair = {"deep": toy.make_drafter("medusa", target), "flat": toy.make_drafter("medusa", target, num_heads=2)}
+    settings = Settings(plans=(tree.chain(4),), max_new=4, speed_prompts=0)
+    own = {"flat": (tree.chain(2), tree.Dynamic(4, 2, 2))}
+    reports = evaluate(target, pair, CONVERSATIONS, settings, own, say=lambda line: None)
+    expected = {"deep": ["4"], "flat": ["2", "dynamic:4,2,2"]}
+    assert {name: [r["plan"] for r in report["results"]] for name, report in reports.items()} == expected
+    assert {name: report["record"]["settings"]["plans"] for name, report in reports.items()} == expected
+
+
 def test_a_drafter_that_does_not_fit_is_named(toy: SimpleNamespace, target: Target) -> None:
     pair = {"good": toy.make_drafter("medusa", target), "bad": toy.make_drafter("medusa", target, num_heads=2)}
     with pytest.raises(ValueError, match="^bad: draft depth K is 4; this drafter proposes at most 2$"):

@@ -29,7 +29,14 @@ PLANS: dict[str, Plan] = {
     "dynamic, one node": Dynamic(1, 3, 2),
 }
 SAMPLERS = [Sampler(), Sampler(0.7), Sampler(1.3, None, 0.9)]
-CHANGES: dict[str, dict[str, Any]] = {"eagle3": {"layers": [1, 2]}, "medusa": {"num_heads": 7}}
+CHANGES: dict[str, dict[str, Any]] = {
+    "dflash": {"layers": [1, 2]},
+    "eagle3": {"layers": [1, 2]},
+    "hydra": {"num_heads": 7},
+    "medusa": {"num_heads": 7},
+    "medusa2": {"num_heads": 7},
+    "p_eagle": {"layers": [1, 2], "depth": 7},
+}
 
 _plain: dict[Sampler, list[Output]] = {}
 _seen: Counter[str] = Counter()

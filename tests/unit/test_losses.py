@@ -6,14 +6,17 @@ Letters: J depths, B sequences, T positions, D width, V target vocabulary, W dra
 import dataclasses
 import itertools
 import math
+import typing
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.drafters import losses
+from draftsmith.drafters import losses, starts
 from draftsmith.drafters.base import TrainingBatch
+from draftsmith.drafters.divergences import Name
+from draftsmith.drafters.losses import LossConfig
 
 WIDTH, VOCAB = 6, 11
 KEPT_W = torch.tensor([0, 2, 3, 7, 10])
@@ -50,42 +53,94 @@ def random_batch(head: Head, mask: list[list[bool]], seed: int = 0) -> TrainingB
     )
 
 
+def definition(config: LossConfig, target_V: Tensor, draft_V: Tensor) -> Tensor:
+    """One row's loss from both laws over the whole vocabulary, as the papers write it; the draft's is 0 where it cannot go."""
+
+    def log(probs_V: Tensor) -> Tensor:
+        return torch.where(probs_V > 0, probs_V.clamp_min(1e-300), 1.0).log()
+
+    def divergence(p_V: Tensor, q_V: Tensor) -> Tensor:
+        return (p_V * (log(p_V) - log(q_V))).sum()
+
+    alpha, middle_V = torch.minimum(target_V, draft_V).sum(), (target_V + draft_V) / 2
+    cross = -(target_V * log(draft_V)).sum()
+    share = torch.exp(-config.eta * alpha.detach())
+    inside_V = torch.where(draft_V > 0, target_V, 0.0)
+    best_k = inside_V.topk(config.top_k).indices
+    return {
+        "kl": cross,
+        "ce": cross,
+        "reverse_kl": divergence(draft_V, target_V),
+        "jsd": (divergence(target_V, middle_V) + divergence(draft_V, middle_V)) / 2,
+        "tv": (target_V - draft_V).abs().sum() / 2,
+        "nla": -alpha.log(),
+        "lk": share * cross + (1 - share) * (1 - alpha),
+    }[config.divergence] - config.top_k_weight * (target_V[best_k] * log(draft_V[best_k])).sum()
+
+
 def plain_loss(
     hidden: list[Tensor],
     heads: list[Tensor],
     batch: TrainingBatch,
     head: Head,
     kept: list[int],
-    decay: float,
-    hard: bool,
-) -> Tensor:
-    """The module's first line, one token at a time: token m + 1 is learned from start p = m - 1 - j."""
-    total = torch.zeros((), dtype=torch.float64)
+    config: LossConfig,
+    adjust_draft: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token at a time: token m + 1 is learned from start p = m - 1 - j. The loss, and α of every start and depth."""
+    rows: dict[tuple[int, int, int], Tensor] = {}
+    alpha_JBT = torch.zeros(len(hidden), *batch.ids_BT.shape, dtype=torch.float64)
     for b, t in itertools.product(*map(range, batch.ids_BT.shape)):
-        if not batch.loss_mask_BT[b, t]:
-            continue
-        m = t - 1
         for j in range(len(hidden)):
-            p = m - 1 - j
-            if p < 0:
+            m, p = t - 1, t - 2 - j
+            if not batch.loss_mask_BT[b, t] or p < 0:
                 continue
-            target_probs_V = torch.softmax(head.logits(batch.last_BTD[b, m]), -1)
-            if hard:
-                target_probs_V = torch.nn.functional.one_hot(target_probs_V.argmax(), VOCAB).double()
-            head_WD = heads[j] if len(heads) > 1 else heads[0]
-            draft_log_probs_W = torch.log_softmax(head_WD @ hidden[j][b, p], -1)
-            for w, v in enumerate(kept):
-                total = total - decay**j * target_probs_V[v] * draft_log_probs_W[w]
-    return total
+            target_V = torch.softmax(head.logits(batch.last_BTD[b, m]), -1)
+            if config.divergence == "ce":
+                target_V = torch.nn.functional.one_hot(target_V.argmax(), VOCAB).double()
+            logits_W = (heads[j] if len(heads) > 1 else heads[0]) @ hidden[j][b, p]
+            draft_W = torch.softmax(head.adjust_logits(logits_W) if adjust_draft else logits_W, -1)
+            draft_V = torch.zeros(VOCAB, dtype=torch.float64).index_copy(0, torch.tensor(kept), draft_W)
+            rows[j, b, p] = definition(config, target_V, draft_V)
+            alpha_JBT[j, b, p] = torch.minimum(target_V, draft_V).sum().detach()
+    total = torch.zeros((), dtype=torch.float64)
+    for (j, b, p), loss in rows.items():
+        weight = config.decay**j
+        if config.weights == "dpace":
+            weight = 0.0
+            for m in range(j, len(hidden)):
+                if (m, b, p) in rows:
+                    before = [i for i in range(m + 1) if (i, b, p) in rows]
+                    weight += math.prod(
+                        (1 - config.smoothing) * float(alpha_JBT[i, b, p]) + config.smoothing for i in before
+                    )
+        total = total + weight * loss
+    return total, alpha_JBT
+
+
+CONFIGS = [
+    *(LossConfig(divergence=name, decay=0.75) for name in typing.get_args(Name)),
+    LossConfig(top_k_weight=0.7, top_k=3),
+    LossConfig(divergence="lk", eta=10.0, top_k_weight=0.3, top_k=2),
+    LossConfig(weights="dpace"),
+    LossConfig(divergence="ce", weights="dpace", smoothing=0.2),
+]
 
 
 @pytest.mark.parametrize("cap", [None, 1.5])
-@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda config: f"{config.divergence}-{config.weights}-{config.top_k_weight}"
+)
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("num_heads", [1, 3])
 @pytest.mark.parametrize("rows_per_chunk", [1, 3, 1000])
 def test_loss_and_gradients_equal_the_plain_definition(
-    monkeypatch: pytest.MonkeyPatch, cap: float | None, hard: bool, reduced: bool, num_heads: int, rows_per_chunk: int
+    monkeypatch: pytest.MonkeyPatch,
+    cap: float | None,
+    config: LossConfig,
+    reduced: bool,
+    num_heads: int,
+    rows_per_chunk: int,
 ) -> None:
     torch.manual_seed(1)
     head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64), cap)
@@ -95,15 +150,40 @@ def test_loss_and_gradients_equal_the_plain_definition(
     hidden = [torch.randn(2, 7, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     heads = [torch.randn(len(kept_W), WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(num_heads)]
 
-    parts = losses.distill(hidden, heads, batch, head, kept_W if reduced else None, 0.75, hard=hard)
+    parts, loss_JBT, overlap_JBT, weight_JBT = losses.distill(
+        hidden, heads, batch, head, kept_W if reduced else None, config
+    )
     got = torch.autograd.grad(3.0 * parts.sum, [*hidden, *heads])  # times 3: the incoming gradient is used
-    expected_sum = plain_loss(hidden, heads, batch, head, kept_W.tolist(), 0.75, hard)
+    expected_sum, alpha_JBT = plain_loss(hidden, heads, batch, head, kept_W.tolist(), config)
     expected = torch.autograd.grad(3.0 * expected_sum, [*hidden, *heads])
 
-    torch.testing.assert_close(parts.sum, expected_sum, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(parts.sum, expected_sum, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(overlap_JBT, alpha_JBT, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close((loss_JBT * weight_JBT).sum(), expected_sum.detach(), rtol=1e-11, atol=1e-11)
     for ours, plain in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)
     assert float(parts.count) == 5  # tokens 2, 4, 5, 6 of the first sequence and 2 of the second
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], LossConfig(divergence="lk", weights="dpace")], ids=["kl", "lk"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_draft_behind_the_targets_own_head_is_soft_capped_as_the_target_is(config: LossConfig, frozen: bool) -> None:
+    torch.manual_seed(1)
+    head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64), 1.5)
+    batch = random_batch(head, [[False, True, True, False, True, True, True], [True] * 3 + [False] * 4])
+    hidden = [torch.randn(2, 7, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    shared_WD = head.weight[KEPT_W].requires_grad_(not frozen)
+    trained = hidden if frozen else [*hidden, shared_WD]
+
+    parts = losses.distill(hidden, [shared_WD], batch, head, KEPT_W, config, adjust_draft=True).parts
+    expected_sum, _ = plain_loss(hidden, [shared_WD], batch, head, KEPT_W.tolist(), config, adjust_draft=True)
+    torch.testing.assert_close(parts.sum, expected_sum, rtol=1e-11, atol=1e-11)
+    for ours, plain in zip(
+        torch.autograd.grad(parts.sum, trained), torch.autograd.grad(expected_sum, trained), strict=True
+    ):
+        torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)
+    uncapped = losses.distill(hidden, [shared_WD], batch, head, KEPT_W, config).parts
+    assert not torch.isclose(uncapped.sum, parts.sum)
 
 
 def test_loss_in_half_precision_heads_stays_close_to_the_plain_definition() -> None:
@@ -121,7 +201,7 @@ def test_loss_in_half_precision_heads_stays_close_to_the_plain_definition() -> N
     )
     hidden = [torch.randn(1, 5, WIDTH, requires_grad=True)]
     trained_WD = torch.randn(VOCAB, WIDTH, requires_grad=True)
-    parts = losses.distill(hidden, [trained_WD], batch, Head(weight_VD), None, 1.0)
+    parts = losses.distill(hidden, [trained_WD], batch, Head(weight_VD), None, LossConfig(decay=1.0)).parts
     wide = TrainingBatch(
         batch.ids_BT,
         batch.loss_mask_BT,
@@ -130,7 +210,9 @@ def test_loss_in_half_precision_heads_stays_close_to_the_plain_definition() -> N
         batch.log_normaliser_BT,
         batch.argmax_BT,
     )
-    expected = plain_loss([hidden[0].double()], [trained_WD.double()], wide, head, list(range(VOCAB)), 1.0, False)
+    expected = plain_loss(
+        [hidden[0].double()], [trained_WD.double()], wide, head, list(range(VOCAB)), LossConfig(decay=1.0)
+    )[0]
     assert parts.sum.dtype == torch.float32
     assert float(parts.sum.detach()) == pytest.approx(float(expected.detach()), rel=0.02)
 
@@ -146,7 +228,9 @@ def test_supervised_positions_are_those_written_by_hand_for_two_turns() -> None:
     head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64))
     batch = random_batch(head, [TWO_TURNS])
     hidden = [torch.randn(1, 7, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    parts = losses.distill(hidden, [torch.randn(VOCAB, WIDTH, dtype=torch.float64)], batch, head, None, 0.8)
+    parts = losses.distill(
+        hidden, [torch.randn(VOCAB, WIDTH, dtype=torch.float64)], batch, head, None, LossConfig(decay=0.8)
+    ).parts
     parts.sum.backward()
     touched = {j: {p for p in range(7) if h.grad[0, p].abs().sum() > 0} for j, h in enumerate(hidden)}
     assert touched == SUPERVISED_STARTS
@@ -174,7 +258,7 @@ def hand_example(decay: float = 1.0) -> tuple[Any, TrainingBatch, list[Tensor], 
 
 def test_metrics_are_those_counted_by_hand() -> None:
     head, batch, hidden, weight = hand_example()
-    metrics = losses.distill(hidden, [weight], batch, head, None, 1.0).metrics
+    metrics = losses.distill(hidden, [weight], batch, head, None, LossConfig(decay=1.0)).parts.metrics
     assert metrics["correct"].tolist() == [3, 2, 2]
     # Starts whose depths 0 to j are all supervised: {0, 1, 2, 4}, {0, 1}, {0}; of these still right: {0, 1, 4}, {0}, {0}.
     assert metrics["starts"].tolist() == [4, 2, 1]
@@ -199,10 +283,10 @@ def test_metrics_are_those_counted_by_hand() -> None:
 
 def test_metrics_do_not_depend_on_the_order_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     head, batch, hidden, weight = hand_example()
-    before = losses.distill(hidden, [weight], batch, head, None, 1.0).metrics
+    before = losses.distill(hidden, [weight], batch, head, None, LossConfig(decay=1.0)).parts.metrics
     plain = losses.supervised_rows
     monkeypatch.setattr(losses, "supervised_rows", lambda batch: tuple(index.flip(0) for index in plain(batch)))
-    after = losses.distill(hidden, [weight], batch, head, None, 1.0).metrics
+    after = losses.distill(hidden, [weight], batch, head, None, LossConfig(decay=1.0)).parts.metrics
     torch.testing.assert_close(after, before)
 
 
@@ -213,10 +297,14 @@ def test_a_guess_in_a_reduced_vocabulary_is_right_only_if_the_map_leads_to_the_t
     hidden = [
         torch.tensor([2.0, 0.0], dtype=torch.float64).repeat(1, 7, 1)
     ]  # draft id 0 is token 1, the target's choice
-    metrics = losses.distill(hidden, [torch.eye(2, dtype=torch.float64)], batch, head, kept_W, 1.0).metrics
+    metrics = losses.distill(
+        hidden, [torch.eye(2, dtype=torch.float64)], batch, head, kept_W, LossConfig(decay=1.0)
+    ).parts.metrics
     assert metrics["correct"].tolist() == [4]
     hidden = [torch.tensor([0.0, 2.0], dtype=torch.float64).repeat(1, 7, 1)]  # draft id 1 is token 3
-    metrics = losses.distill(hidden, [torch.eye(2, dtype=torch.float64)], batch, head, kept_W, 1.0).metrics
+    metrics = losses.distill(
+        hidden, [torch.eye(2, dtype=torch.float64)], batch, head, kept_W, LossConfig(decay=1.0)
+    ).parts.metrics
     assert metrics["correct"].tolist() == [0]
 
 
@@ -226,7 +314,7 @@ def test_a_batch_without_supervised_tokens_gives_a_zero_loss_that_still_backprop
     batch = random_batch(head, [mask])
     hidden = [torch.randn(1, 5, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     weight = torch.randn(VOCAB, WIDTH, dtype=torch.float64, requires_grad=True)
-    parts = losses.distill(hidden, [weight], batch, head, None, 0.8)
+    parts = losses.distill(hidden, [weight], batch, head, None, LossConfig(decay=0.8)).parts
     parts.sum.backward()
     assert float(parts.sum.detach()) == 0 and float(parts.count) == 0
     assert all(torch.equal(t.grad, torch.zeros_like(t)) for t in [*hidden, weight])
@@ -237,14 +325,16 @@ def test_a_sequence_of_one_token_has_nothing_to_learn_and_does_not_fail() -> Non
     head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64))
     batch = random_batch(head, [[True]])
     hidden = [torch.randn(1, 1, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    parts = losses.distill(hidden, [torch.randn(VOCAB, WIDTH, dtype=torch.float64)], batch, head, None, 0.8)
+    parts = losses.distill(
+        hidden, [torch.randn(VOCAB, WIDTH, dtype=torch.float64)], batch, head, None, LossConfig(decay=0.8)
+    ).parts
     parts.sum.backward()
     assert float(parts.sum.detach()) == 0 and float(parts.count) == 0
 
 
 def test_metric_sums_of_two_batches_summarise_like_one() -> None:
     head, batch, hidden, weight = hand_example()
-    once = losses.distill(hidden, [weight], batch, head, None, 1.0).metrics
+    once = losses.distill(hidden, [weight], batch, head, None, LossConfig(decay=1.0)).parts.metrics
     twice = {name: value + value for name, value in once.items()}
     assert losses.summarise(twice) == pytest.approx(losses.summarise(once))
 
@@ -256,13 +346,13 @@ def thin_batch(head: Head) -> TrainingBatch:
 def test_thinned_depths_are_nested_shares_of_the_starts() -> None:
     head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64))
     batch = random_batch(head, [[False, False] + [True] * 998] * 4)
-    full_JBT, thin_JBT = losses.trained_starts(batch, 3), losses.trained_starts(batch, 3, 0.5)
+    full_JBT, thin_JBT = starts.trained_starts(batch, 3), starts.trained_starts(batch, 3, 0.5)
     assert torch.equal(full_JBT[0], thin_JBT[0])
     assert not (thin_JBT & ~full_JBT).any()
     assert not (thin_JBT[2, :, :-3] & ~thin_JBT[1, :, :-3]).any()
     for j, share in enumerate((1.0, 0.5, 0.25)):
         assert float(thin_JBT[j].sum() / full_JBT[j].sum()) == pytest.approx(share, abs=0.03)
-    other_JBT = losses.trained_starts(dataclasses.replace(batch, epoch=1), 3, 0.5)
+    other_JBT = starts.trained_starts(dataclasses.replace(batch, epoch=1), 3, 0.5)
     assert float((other_JBT & thin_JBT)[1].sum() / thin_JBT[1].sum()) == pytest.approx(0.5, abs=0.05)
 
 
@@ -272,9 +362,9 @@ def test_a_thinned_loss_is_the_plain_one_over_the_kept_starts_with_larger_weight
     batch, thin, decay = thin_batch(head), 0.5, 0.8
     hidden = [torch.randn(2, 30, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     weight_WD = torch.randn(VOCAB, WIDTH, dtype=torch.float64, requires_grad=True)
-    parts = losses.distill(hidden, [weight_WD], batch, head, None, decay, thin=thin)
+    parts = losses.distill(hidden, [weight_WD], batch, head, None, LossConfig(decay=decay, thin=thin)).parts
     total = torch.zeros((), dtype=torch.float64)
-    for j, b, p in losses.trained_starts(batch, 3, thin).nonzero().tolist():
+    for j, b, p in starts.trained_starts(batch, 3, thin).nonzero().tolist():
         target_probs_V = torch.softmax(head.logits(batch.last_BTD[b, p + 1 + j]), -1)
         log_probs_V = torch.log_softmax(weight_WD @ hidden[j][b, p], -1)
         total = total - (decay / thin) ** j * (target_probs_V * log_probs_V).sum()
@@ -282,18 +372,18 @@ def test_a_thinned_loss_is_the_plain_one_over_the_kept_starts_with_larger_weight
     got, expected = (torch.autograd.grad(value, [*hidden, weight_WD]) for value in (parts.sum, total))
     for ours, plain in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12)
-    assert parts.metrics["supervised"].tolist() == losses.trained_starts(batch, 3, thin).sum((1, 2)).tolist()
+    assert parts.metrics["supervised"].tolist() == starts.trained_starts(batch, 3, thin).sum((1, 2)).tolist()
 
 
 def test_starts_pad_and_place_are_inverse_to_unpad_and_pick() -> None:
     active_BT = torch.tensor([[False, True, True, False, True], [False, False, False, True, False]])
-    starts = losses.Starts(active_BT)
+    some = starts.Starts(active_BT)
     x_BTD = torch.randn(2, 5, 3)
-    picked_nD = starts.pick(x_BTD)
+    picked_nD = some.pick(x_BTD)
     assert torch.equal(picked_nD, x_BTD[active_BT])
-    assert torch.equal(starts.place(picked_nD), x_BTD * active_BT[..., None])
-    padded_BAD = starts.pad(picked_nD)
+    assert torch.equal(some.place(picked_nD), x_BTD * active_BT[..., None])
+    padded_BAD = some.pad(picked_nD)
     assert padded_BAD.shape == (2, 3, 3) and torch.equal(padded_BAD[1, 1:], torch.zeros(2, 3))
-    assert torch.equal(starts.unpad(padded_BAD), picked_nD)
-    fewer = losses.Starts(active_BT & torch.tensor([True, True, False, True, True]))
-    assert torch.equal(picked_nD[fewer.among(starts)], fewer.pick(x_BTD))
+    assert torch.equal(some.unpad(padded_BAD), picked_nD)
+    fewer = starts.Starts(active_BT & torch.tensor([True, True, False, True, True]))
+    assert torch.equal(picked_nD[fewer.among(some)], fewer.pick(x_BTD))

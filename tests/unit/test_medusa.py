@@ -65,7 +65,11 @@ def test_training_and_drafting_equal_the_written_contract(
     target: Any = drafter.target
     batch = FeatureStore(target, rows, ("last",)).batch([0, 1])
     seen: dict[str, list[Tensor]] = {}
-    monkeypatch.setattr(medusa, "distill", lambda hidden, heads, *a, **k: seen.update(hidden=hidden, heads=heads))
+    monkeypatch.setattr(
+        medusa,
+        "distill",
+        lambda hidden, heads, *a: seen.update(hidden=hidden, heads=heads) or SimpleNamespace(parts=None),
+    )
     with torch.no_grad():
         drafter(batch)
     weights = drafter.state_dict()
@@ -136,7 +140,7 @@ def test_it_drafts_as_deep_as_it_has_heads_and_no_deeper() -> None:
     [
         ({"num_heads": 0}, "num_heads is 0 and num_layers 1; give 1 or more of each"),
         ({"num_layers": 0}, "num_layers 0"),
-        ({"decay": 0.0}, "decay is 0.0; give a value above 0, at most 1"),
+        ({"loss": {"decay": 0.0}}, "decay is 0.0; give a value above 0, at most 1"),
         ({"draft_vocab_size": 65}, "draft_vocab_size is 65, above the target's vocabulary of 64"),
         ({"draft_vocab_size": 0}, "draft_vocab_size is 0"),
         ({"num_head": 2}, "unknown key 'num_head'; did you mean 'num_heads'?"),

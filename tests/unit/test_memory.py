@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from draftsmith.drafters.draft_lm import DraftLM
+from draftsmith.drafters.language_model import DraftLM
 from draftsmith.drafters.ngram import NGram
 from draftsmith.drafters.tree import branching, chain
 from draftsmith.inference.memory import footprint

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters.ngram import NGram, State, Text
+from draftsmith.drafters.ngram import NGram, Text
+from draftsmith.drafters.texts import State
 from draftsmith.drafters.tree import Fixed, chain
 from draftsmith.inference.decode import generate
 from draftsmith.inference.sampling import Sampler
@@ -118,10 +119,10 @@ def test_a_repetitive_text_is_accepted_in_full(toy: SimpleNamespace) -> None:
 
 def test_rows_that_leave_and_join_keep_their_own_texts(toy: SimpleNamespace) -> None:
     target = toy.make_target("llama", num_hidden_layers=2)
-    seen: list[State] = []
+    seen: list[State[Text]] = []
 
     class Spy(NGram):
-        def observe(self, state: State, *args: Any) -> State:
+        def observe(self, state: Any, *args: Any) -> State[Text]:
             seen.append(super().observe(state, *args))
             return seen[-1]
 

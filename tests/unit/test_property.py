@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from transformers import MinNewTokensLengthLogitsProcessor
 
 from draftsmith import drafters
-from draftsmith.drafters.draft_lm import DraftLM
+from draftsmith.drafters.language_model import DraftLM
 from draftsmith.drafters.ngram import NGram
+from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.tree import Dynamic, Fixed, Plan, chain
 from draftsmith.inference.decode import generate
 from draftsmith.inference.output import Output
@@ -92,7 +93,7 @@ def long_enough(prompt: Any, ids: Any) -> bool:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     size = draw(st.integers(1, 4))
-    name = draw(st.sampled_from([*drafters.kinds(), "draft_lm", "itself", "ngram"]))
+    name = draw(st.sampled_from([*drafters.kinds(), "another model", "itself", "ngram", "suffix"]))
     letters = st.text("aeiou nrst", min_size=1, max_size=2)
     return Case(
         prompts=draw(st.lists(st.lists(tokens, min_size=1, max_size=9), min_size=size, max_size=size)),
@@ -126,7 +127,13 @@ def made(toy: SimpleNamespace, toy_folder: Path, target: Target) -> dict[str, An
         kind: toy.make_drafter(kind, target, **({"draft_vocab_size": 200} if kind in toy.KIND_SETTINGS else {}))
         for kind in drafters.kinds()
     }
-    return {**trained, "draft_lm": DraftLM(other), "itself": DraftLM(target), "ngram": NGram()}
+    return {
+        **trained,
+        "another model": DraftLM(other),
+        "itself": DraftLM(target),
+        "ngram": NGram(),
+        "suffix": Suffix(50),
+    }
 
 
 def decode(target: Target, case: Case, chosen: list[int], **options: Any) -> list[Output]:

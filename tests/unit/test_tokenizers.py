@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.drafters.draft_lm import DraftLM, State
+from draftsmith.drafters.language_model import DraftLM, State
 from draftsmith.drafters.tree import Dynamic, Fixed, chain
 from draftsmith.inference.decode import generate
 from draftsmith.inference.sampling import Sampler

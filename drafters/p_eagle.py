@@ -1,0 +1,299 @@
+"""P-EAGLE: EAGLE-3's head that predicts all K tokens in one forward instead of one after the other (arXiv 2602.01469).
+
+At start p the entry of depth 0 is EAGLE-3's: the embedding of token p + 1 beside the fused states of the target at p, predicting
+token p + 2. What drafting does not know yet at depths 1 to K - 1, token and state, is replaced by one learned mask embedding and
+one learned mask state. The entry of depth j has rotary position p + j, sees in every layer the depth-0 entries up to p and
+the mask entries 1 to j of its own start, and predicts token p + 2 + j. Behind EAGLE-3's layer come ordinary Llama layers.
+
+No depth-0 entry sees a mask entry, so the keys of committed tokens are the same in training and drafting, and in drafting the
+rule above is plain causal attention over the committed tokens and K - 1 mask entries behind the newest one.
+
+Training runs all depths in one forward too. Deeper ones may be thinned (`loss.thin`; the paper's conditional drop-token sampling
+keeps 0.7 of each depth): layers run only on what is left. Attention, whose cost grows with the square of it, needs that most.
+
+Departures: thinned depths are weighted up, so that the expected gradient is that of all starts, and have no lower bound (the
+paper's recipe never keeps less than 0.2); the mask state stands behind the fusion, not before it; soft labels; head rows start as
+the target's; embedding and vocabulary map as in `eagle3`.
+
+Letters: J = K depths, B sequences, T positions, M = K - 1 depths of masks, n mask entries, A of one sequence, C observed tokens,
+R queries, S keys, H heads, E head width, D width, I attention input width, F captured width, W draft vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafters.base import (
+    LayerId,
+    LossParts,
+    Pick,
+    Proposal,
+    Shape,
+    TargetHead,
+    TrainableDrafter,
+    TrainingBatch,
+)
+from draftsmith.drafters.eagle3 import MidLayer, check_layers, default_layers
+from draftsmith.drafters.grow import grow
+from draftsmith.drafters.kv import KeyValues, Slots, slots_behind
+from draftsmith.drafters.layers import Attention, DecoderLayer, RMSNorm, rotary_tables
+from draftsmith.drafters.losses import LossConfig, distill
+from draftsmith.drafters.starts import Starts, trained_starts
+from draftsmith.drafters.tree import Plan
+from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, offsets
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    depth: int = 5
+    """K, tokens predicted at once: the depths that are trained, and the deepest chain that can be drafted."""
+    num_layers: int = 4
+    """EAGLE-3's layer and the Llama layers behind it (the paper: 4)."""
+    layers: tuple[int, ...] | None = None
+    """Captured decoder-layer inputs, ascending (Hugging Face `hidden_states` index); default 2, L//2, L-3."""
+    draft_vocab_size: int | None = None
+    """Tokens the draft can propose, the most frequent ones of the training answers; None means all."""
+    loss: LossConfig = dataclasses.field(default_factory=lambda: LossConfig(thin=0.7))
+    """What is minimised (`drafters.losses`); left out, it is the usual one with the paper's `thin` of 0.7."""
+    fc_norm: bool = False
+    """One RMS norm for each captured state before fusion (EAGLE-3.1)."""
+    norm_before_residual: bool = False
+    """Residual of the first layer from the normalised state."""
+    initialise_head: Literal["target", "random"] = "target"
+    """Where the draft head starts."""
+
+    def __post_init__(self) -> None:
+        if self.depth < 2:
+            raise ValueError(f"depth is {self.depth}; give 2 or more (one token at a time: eagle3)")
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers is {self.num_layers}; give 1 or more")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
+        if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"layers is {list(self.layers)}; give distinct layer ids in ascending order")
+
+
+@dataclasses.dataclass(slots=True)
+class State:
+    """What the layers remember, and what the head reads next."""
+
+    caches: list[KeyValues]
+    """Of each layer: the committed tokens, and behind them the newest mask entries, which the next observation overwrites."""
+    lengths: list[int]
+    hidden_BKD: Tensor
+    """Behind the final norm, at the newest token (depth 0) and the mask entries after it."""
+
+
+Joint = tuple[Tensor, Tensor]
+"""What the first layer reads: attention input (…, I) and residual (…, D)."""
+
+
+class Model(TrainableDrafter):
+    """The P-EAGLE head."""
+
+    d2t: Tensor
+
+    def __init__(self, config: Config, shape: Shape) -> None:
+        super().__init__()
+        self.config, self.shape = config, shape
+        self.max_depth = self.training_depth = config.depth
+        layers = config.layers if config.layers is not None else default_layers(shape.num_layers)
+        check_layers(layers, shape.num_layers)
+        self.feature_layers: tuple[LayerId, ...] = layers
+        width, vocab = shape.hidden_size, draft_vocab_size(config.draft_vocab_size, shape)
+        self.fc = nn.Linear(len(layers) * width, width, bias=False)
+        self.mask_embedding = nn.Parameter(torch.zeros(width))
+        self.mask_state = nn.Parameter(torch.zeros(width))
+        self.midlayer = MidLayer(shape)
+        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(config.num_layers - 1))
+        self.norm = RMSNorm(width, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(width, vocab, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(width, shape.rms_norm_eps) for _ in layers)
+        self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
+
+    def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
+        self.bind(target)
+        for parameter in (*(p for p in self.parameters() if p.dim() == 2), self.mask_embedding, self.mask_state):
+            nn.init.normal_(parameter, std=0.02)
+        kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
+        self.d2t.copy_(offsets(kept_W))
+        if self.config.initialise_head == "target":
+            with torch.no_grad():
+                self.lm_head.weight.copy_(target.head_weight()[kept_W.to(target.head_weight().device)])
+
+    # ---- the layers --------------------------------------------------------------------------------------------------
+
+    def _fuse(self, features_BTF: Tensor) -> Tensor:
+        """The states that stand beside the tokens: (B, T, F) → (B, T, D)."""
+        features_BTF = features_BTF.to(self.dtype)
+        if self.config.fc_norm:
+            chunks = features_BTF.chunk(len(self.fc_norm), dim=-1)
+            features_BTF = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        out: Tensor = self.fc(features_BTF)
+        return out
+
+    def _join(self, embedded: Tensor, state: Tensor) -> Joint:
+        """Normalised token first, normalised state behind it: I = 2 D."""
+        normed = self.midlayer.hidden_norm(state)
+        token = self.midlayer.input_layernorm(embedded)
+        joint = torch.cat([token.to(normed.dtype), normed], dim=-1)
+        return joint, normed if self.config.norm_before_residual else state
+
+    def _run(self, joint: Joint, attend: Callable[[int, Attention, Tensor], Tensor]) -> Tensor:
+        """All layers: (…, D). `attend` gives a layer's mixed values (…, H E) for its number, attention and attention input."""
+        reads, residual = joint
+        for number, layer in enumerate((self.midlayer, *self.layers)):
+            if number > 0:
+                reads = layer.input_layernorm(residual)
+            attended = residual + layer.self_attn.o_proj(attend(number, layer.self_attn, reads))
+            residual = attended + layer.mlp(layer.post_attention_layernorm(attended))
+        return residual
+
+    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta)
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: TrainingBatch) -> LossParts:
+        loss = self.config.loss
+        entries = MaskEntries(trained_starts(batch, self.config.depth, loss.thin))
+        position_T = torch.arange(batch.ids_BT.shape[1], device=batch.ids_BT.device)
+        tables, causal_1TT = self._tables(position_T[None]), position_T <= position_T[None, :, None]
+        prefix: list[tuple[Tensor, Tensor]] = []  # each layer's keys and values of depth 0
+
+        def attend(number: int, attention: Attention, reads_BTI: Tensor) -> Tensor:
+            prefix.append(attention.keys(reads_BTI, tables))
+            key_BHTE, value_BHTE = (x_BTHE.transpose(1, 2) for x_BTHE in prefix[number])
+            return attention.mix(attention.queries(reads_BTI, tables), key_BHTE, value_BHTE, causal_1TT)
+
+        next_BT = batch.ids_BT.roll(-1, dims=1)  # wraps at the end, where nothing is trained
+        fused_BTD = self._fuse(batch.features_BTF)
+        first_BTD = self._run(self._join(self.target.embed(next_BT).to(self.dtype), fused_BTD), attend)
+
+        # All mask entries are alike until they attend: one row stands for them, and rotary positions make it n.
+        mask_tables = self._tables((entries.start_n + entries.depth_n)[None])
+        mask = (x_D[None, None].to(fused_BTD.dtype) for x_D in (self.mask_embedding, self.mask_state))
+
+        def attend_masks(number: int, attention: Attention, reads_1nI: Tensor) -> Tensor:
+            key_1nHE, value_1nHE = attention.keys(reads_1nI, mask_tables)
+            own = key_1nHE[0], value_1nHE.expand_as(key_1nHE)[0]
+            return entries.attend(attention, attention.queries(reads_1nI, mask_tables)[0], prefix[number], own)[None]
+
+        later_nD = self.norm(self._run(self._join(*mask), attend_masks)[0])
+        hidden = [self.norm(first_BTD), *entries.place(later_nD)]
+        return distill(hidden, [self.lm_head.weight], batch, self.target, self.token_ids_W, loss).parts
+
+    # ---- drafting ----------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes_per_token(self) -> int:  # type: ignore[override]
+        return self.shape.kv_bytes(self.config.num_layers, self.dtype.itemsize)
+
+    def compile_drafting(self) -> None:
+        self._read = torch.compile(self._read, dynamic=True)  # type: ignore[method-assign]
+
+    def init(self, batch: int, capacity: int) -> State:
+        config, shape, device = self.config, self.shape, self.fc.weight.device
+        capacity += config.depth - 1  # mask entries, however few the plan uses
+        caches = [
+            KeyValues(batch, shape.num_kv_heads, capacity, shape.head_dim, self.dtype, device)
+            for _ in range(config.num_layers)
+        ]
+        hidden_BKD = torch.zeros(batch, config.depth, shape.hidden_size, dtype=self.dtype, device=device)
+        return State(caches, [0] * batch, hidden_BKD)
+
+    def observe(self, state: State, ids_BC: Tensor, features_BCF: Tensor, next_B: Tensor, counts: list[int]) -> State:
+        counts_B = torch.tensor(counts, device=ids_BC.device)
+        rows_B = torch.arange(len(counts), device=ids_BC.device)
+        following_BC = ids_BC.roll(-1, dims=1)
+        following_BC[rows_B, counts_B - 1] = next_B
+        hidden_BRD = self._read(state.caches, state.lengths, following_BC, features_BCF, counts_B)
+        depth_K = torch.arange(self.config.depth, device=ids_BC.device)
+        newest_BK = (counts_B - 1).clamp_min(0)[:, None] + depth_K
+        lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
+        return State(state.caches, lengths, self.norm(hidden_BRD[rows_B[:, None], newest_BK]))
+
+    def _read(
+        self, caches: list[KeyValues], lengths: list[int], following_BC: Tensor, features_BCF: Tensor, counts_B: Tensor
+    ) -> Tensor:
+        """Runs the layers on each row's tokens, mask entries right behind them, and nothing useful behind these: (B, R, D)."""
+        num_masks, device = self.config.depth - 1, following_BC.device
+        slots: Slots = slots_behind(lengths, following_BC.shape[1] + num_masks, device)
+        real_BR1 = torch.arange(slots.index_BR.shape[1], device=device)[:, None] < counts_B[:, None, None]
+
+        def fill(known_BCD: Tensor, mask_D: Tensor) -> Tensor:
+            return torch.where(real_BR1, nn.functional.pad(known_BCD, (0, 0, 0, num_masks)), mask_D)
+
+        embedded_BRD = fill(self.target.embed(following_BC).to(self.dtype), self.mask_embedding)
+        joint = self._join(embedded_BRD, fill(self._fuse(features_BCF), self.mask_state))
+        tables = self._tables(slots.index_BR)
+        causal_BRS = torch.arange(slots.extent, device=device) <= slots.index_BR[..., None]
+
+        def attend(number: int, attention: Attention, reads_BRI: Tensor) -> Tensor:
+            new_key, new_value = (x_BRHE.transpose(1, 2) for x_BRHE in attention.keys(reads_BRI, tables))
+            key_BHSE, value_BHSE = caches[number].write(new_key, new_value, slots)
+            return attention.mix(attention.queries(reads_BRI, tables), key_BHSE, value_BHSE, causal_BRS)
+
+        return self._run(joint, attend)
+
+    def propose(self, state: State, plan: Plan, pick: Pick) -> Proposal:
+        logits_BKW = self.lm_head(state.hidden_BKD[:, : max(1, plan.depth)])
+        return grow(
+            plan, logits_BKW[:, 0], lambda frontier: logits_BKW[:, frontier.depth, None], pick, self.token_ids_W
+        )
+
+    def select(self, state: State, rows_B: Tensor) -> State:
+        for cache in state.caches:
+            cache.select(rows_B)
+        return State(state.caches, [state.lengths[row] for row in rows_B.tolist()], state.hidden_BKD[rows_B])
+
+    def replace(self, state: State, rows_B: Tensor, other: State) -> State:
+        for cache, new in zip(state.caches, other.caches, strict=True):
+            cache.replace(rows_B, new)
+        lengths = list(state.lengths)
+        for row, length in zip(rows_B.tolist(), other.lengths, strict=True):
+            lengths[row] = length
+        return State(state.caches, lengths, state.hidden_BKD.index_copy(0, rows_B, other.hidden_BKD))
+
+
+class MaskEntries:
+    """The n mask entries (start, depth of 1 or more) that training runs.
+
+    Args:
+        trained_JBT: bool, where each depth is trained; an entry is needed where its depth or a deeper one is.
+
+    Attributes:
+        start_n, depth_n: int64.
+    """
+
+    def __init__(self, trained_JBT: Tensor) -> None:
+        needed_JBT = trained_JBT.flip(0).cumsum(0).flip(0) > 0
+        self._num_masks = num_masks = len(trained_JBT) - 1
+        self._slots = slots = Starts(needed_JBT[1:].permute(1, 2, 0).flatten(1))
+        self.start_n, self.depth_n = slots.starts_n // num_masks, slots.starts_n % num_masks + 1
+        # Padding is start 0 and depth 0: it sees itself (a softmax over nothing is NaN) and nobody else sees it.
+        start_BA, depth_BA = slots.pad(torch.stack([self.start_n + 1, self.depth_n], 1)).unbind(2)
+        prefix_BAT = torch.arange(trained_JBT.shape[2], device=start_BA.device) < start_BA[..., None]
+        own_BAA = (start_BA[:, None] == start_BA[..., None]) & (depth_BA[:, None] <= depth_BA[..., None])
+        self._seen_BAS = torch.cat([prefix_BAT, own_BAA], 2)
+
+    def attend(
+        self, attention: Attention, query_nHE: Tensor, prefix: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Mixed values (n, H E) over depth-0 keys and values (B, T, kv heads, E) up to each start and its own (n, kv heads, E)."""
+
+        def pad(x_nHE: Tensor) -> Tensor:
+            return self._slots.pad(x_nHE.flatten(1)).unflatten(2, x_nHE.shape[1:])
+
+        key_BHSE, value_BHSE = (
+            torch.cat([first, pad(later)], 1).transpose(1, 2) for first, later in zip(prefix, own, strict=True)
+        )
+        return self._slots.unpad(attention.mix(pad(query_nHE), key_BHSE, value_BHSE, self._seen_BAS))
+
+    def place(self, x_nD: Tensor) -> tuple[Tensor, ...]:
+        """One (B, T, D) for each depth from 1, 0 where there is no entry."""
+        return self._slots.place(x_nD).unflatten(1, (-1, self._num_masks)).unbind(2)
