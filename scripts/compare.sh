@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every kind on the same target, answers and budget: trained for MINUTES each, then measured together on held-out prompts.
-# The answers are the bundled ones and a third part, drawn at temperature 1 and made here once: 650 thousand tokens together.
+# The answers are the bundled ones and a third part, drawn at temperature 1 and made here once: 662 thousand tokens together.
 # Interrupted, it continues where it was. About 25 minutes of preparation and MINUTES plus a few for each kind on two cores.
 #   scripts/compare.sh OUT.md [MINUTES] [KIND ...]        for example: scripts/compare.sh table.md 30 eagle3 medusa
 set -euo pipefail
