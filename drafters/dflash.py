@@ -47,7 +47,7 @@ from draftsmith.drafters.layers import MLP, Attention, RMSNorm, rotary_tables
 from draftsmith.drafters.losses import Distilled, LossConfig, distill
 from draftsmith.drafters.starts import Starts
 from draftsmith.drafters.tree import Plan
-from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, offsets
+from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, head_rows, offsets
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,9 +181,7 @@ class Model(TrainableDrafter):
             return
         super().bind(target)
         if not self.config.own_head:
-            token_ids_W = self.token_ids_W
-            weight = target.head_weight().detach()  # a Parameter would become one of the drafter's own
-            self.shared_head_WD = weight if token_ids_W is None else weight[token_ids_W.to(weight.device)]
+            self.shared_head_WD = head_rows(target, self.token_ids_W)
 
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
         kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
