@@ -249,6 +249,10 @@ class TrainableDrafter(nn.Module, Drafter):
     """Share of the training batches whose answers the drafter writes itself (`train.on_policy`); it must do without features."""
     target: Any = None
     """The target that `bind` gave (a `TargetHead`)."""
+    shares_head: bool = False
+    """Whether the draft reads logits off the target's own head, frozen: `bind` then sets `shared_head_WD`."""
+    shared_head_WD: Tensor
+    """`head_rows` of the target."""
     adapts_target: bool = False
     """Whether training changes a copy of the target too: then the model itself is for training, and `served` decodes with
     `adapted_model` as its target."""
@@ -302,9 +306,18 @@ class TrainableDrafter(nn.Module, Drafter):
         return ids_W
 
     def bind(self, target: TargetHead) -> None:
-        if target is not self.target:
-            self.check_target(target.shape)
-            self.target = target
+        if target is self.target:
+            return
+        self.check_target(target.shape)
+        self.target = target
+        if self.shares_head:
+            self.shared_head_WD = self.head_rows()
+
+    def head_rows(self) -> Tensor:
+        """The target's head rows of the draft vocabulary, (W, D), without gradient; not copied where that is the whole one."""
+        weight_VD: Tensor = self.target.head_weight().detach()  # a Parameter would become one of the drafter's own
+        ids_W = self.token_ids_W
+        return weight_VD if ids_W is None else weight_VD[ids_W.to(weight_VD.device)]
 
     def check_target(self, shape: Shape) -> None:
         """ValueError unless `shape` is that of the target this drafter was made for."""

@@ -9,7 +9,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from draftsmith.drafters.base import Shape, TrainableDrafter
+from draftsmith.drafters.base import Drafter, Shape, TrainableDrafter
 from draftsmith.drafters.settings import parse
 from draftsmith.drafters.vocabulary import check_offsets
 
@@ -25,7 +25,7 @@ def build(kind: str, settings: dict[str, Any], shape: Shape, where: str = "draft
     return model
 
 
-def kind_of(drafter: TrainableDrafter) -> str:
+def kind_of(drafter: Drafter) -> str:
     """The name of its kind, which is that of its module."""
     return type(drafter).__module__.rsplit(".", 1)[-1]
 

@@ -47,7 +47,7 @@ from draftsmith.drafters.layers import MLP, Attention, RMSNorm, rotary_tables
 from draftsmith.drafters.losses import Distilled, LossConfig, distill
 from draftsmith.drafters.starts import Starts
 from draftsmith.drafters.tree import Plan
-from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, head_rows, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,7 @@ class Config:
     """What is minimised (`drafters.losses`)."""
 
     def __post_init__(self) -> None:
+        check_draft_vocab_size(self.draft_vocab_size)
         if self.num_layers < 1 or self.anchors < 1:
             raise ValueError(f"num_layers is {self.num_layers} and anchors {self.anchors}; give 1 or more of each")
         if self.depth < 1:
@@ -84,8 +85,6 @@ class Config:
                 f"markov_rank is {self.markov_rank} and confidence_weight {self.confidence_weight}; "
                 "give numbers above 0, or 0 to do without"
             )
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
         if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"layers is {list(self.layers)}; give distinct layer ids in ascending order")
         if self.loss.thin != 1:
@@ -157,6 +156,7 @@ class Model(TrainableDrafter):
     def __init__(self, config: Config, shape: Shape) -> None:
         super().__init__()
         self.config, self.shape = config, shape
+        self.shares_head = not config.own_head
         self.max_depth = self.training_depth = config.depth
         captured = config.layers if config.layers is not None else default_layers(shape.num_layers)
         check_layers(captured, shape.num_layers)
@@ -176,13 +176,6 @@ class Model(TrainableDrafter):
             self.confidence_head = nn.Linear(width, 1)
         self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
 
-    def bind(self, target: TargetHead) -> None:
-        if target is self.target:
-            return
-        super().bind(target)
-        if not self.config.own_head:
-            self.shared_head_WD = head_rows(target, self.token_ids_W)
-
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
         kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
         self.d2t.copy_(offsets(kept_W))
@@ -196,7 +189,7 @@ class Model(TrainableDrafter):
             nn.init.zeros_(self.lm_head_markov.next.weight)
         if self.config.own_head:
             with torch.no_grad():
-                self.lm_head.weight.copy_(target.head_weight()[kept_W.to(target.head_weight().device)])
+                self.lm_head.weight.copy_(self.head_rows())
 
     # ---- what training and drafting share ----------------------------------------------------------------------------
 

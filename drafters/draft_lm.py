@@ -32,7 +32,7 @@ from draftsmith.drafters.language_model import DraftLM, LanguageModel, State
 from draftsmith.drafters.losses import Distilled, LossConfig, distill
 from draftsmith.drafters.starts import trained_starts
 from draftsmith.drafters.tree import Plan
-from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
 
 SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size")
 
@@ -70,6 +70,7 @@ class Config:
     to know the sizes."""
 
     def __post_init__(self) -> None:
+        check_draft_vocab_size(self.draft_vocab_size)
         if not self.source:
             raise ValueError("source is empty; give 'target', 'scratch', a model folder or a hub id")
         if self.layers is not None and self.source != "target":
@@ -88,8 +89,6 @@ class Config:
                 raise ValueError(
                     f"hidden_size is {self.hidden_size} and num_heads {self.num_heads}; give a width that is an even multiple"
                 )
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
         if self.lora_rank < 0 or (self.lora_rank and self.source == "scratch"):
             raise ValueError(f"lora_rank is {self.lora_rank}; give 0 or more, and 0 for source: scratch")
         if not 0 < self.keep <= 1 or not 0 <= self.on_policy <= 1:

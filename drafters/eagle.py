@@ -24,7 +24,7 @@ from draftsmith.drafters.layers import MLP, Attention, RMSNorm
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.recurrent import RecurrentDrafter
 from draftsmith.drafters.starts import Starts, element_numbers, trained_starts
-from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, head_rows, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
 
 NOISE_LENGTH = 512
 """Length of a sequence whose noise is `Config.noise`; longer ones get less."""
@@ -50,12 +50,11 @@ class Config:
     """A bias in the layer that joins token and state; few engines can serve it."""
 
     def __post_init__(self) -> None:
+        check_draft_vocab_size(self.draft_vocab_size)
         if self.steps < 1:
             raise ValueError(f"steps is {self.steps}; give 1 or more")
         if self.detach and self.steps == 1:
             raise ValueError("detach has no effect with steps: 1; give steps of 2 or more, or leave detach out")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
         for name in ("loss_weight", "regression_weight", "noise"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}; give 0 or more")
@@ -78,7 +77,7 @@ class Model(RecurrentDrafter):
 
     feature_layers = ("last",)
     d2t: Tensor
-    head_WD: Tensor
+    shares_head = True
 
     def __init__(self, config: Config, shape: Shape) -> None:
         super().__init__()
@@ -88,11 +87,6 @@ class Model(RecurrentDrafter):
         self.layers = nn.ModuleList([Layer(shape)])
         vocab = draft_vocab_size(config.draft_vocab_size, shape)
         self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
-
-    def bind(self, target: TargetHead) -> None:
-        if target is not self.target:
-            super().bind(target)
-            self.head_WD = head_rows(target, self.token_ids_W)
 
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
         self.d2t.copy_(offsets(choose_draft_vocabulary(token_counts_V, len(self.d2t))))
@@ -107,7 +101,9 @@ class Model(RecurrentDrafter):
         config = self.config
         trained_JBT = trained_starts(batch, config.steps, config.loss.thin)
         reads, outputs = self.unroll(batch, self.fuse(self.noisy(batch)), trained_JBT, config.detach)
-        distilled = distill(reads, [self.head_WD], batch, self.target, self.token_ids_W, config.loss, adjust_draft=True)
+        distilled = distill(
+            reads, [self.shared_head_WD], batch, self.target, self.token_ids_W, config.loss, adjust_draft=True
+        )
         parts = distilled.parts
         error, error_J = regression(outputs, batch, distilled.weight_JBT)
         total = config.loss_weight * parts.sum + config.regression_weight * error
@@ -151,7 +147,7 @@ class Model(RecurrentDrafter):
         return output
 
     def draft_logits(self, output: Tensor) -> Tensor:
-        out: Tensor = self.target.adjust_logits(output @ self.head_WD.to(output.dtype).T)
+        out: Tensor = self.target.adjust_logits(output @ self.shared_head_WD.to(output.dtype).T)
         return out
 
 

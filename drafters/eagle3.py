@@ -23,7 +23,7 @@ from draftsmith.drafters.layers import MLP, Attention, RMSNorm
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.recurrent import RecurrentDrafter
 from draftsmith.drafters.starts import trained_starts
-from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,9 @@ class Config:
     """Where the draft head starts."""
 
     def __post_init__(self) -> None:
+        check_draft_vocab_size(self.draft_vocab_size)
         if self.steps < 1:
             raise ValueError(f"steps is {self.steps}; give 1 or more")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc exclude each other; set one of them to false")
         if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
@@ -103,7 +102,7 @@ class Model(RecurrentDrafter):
         self.t2d.fill_(False)[kept_W] = True
         if self.config.initialise_head == "target":
             with torch.no_grad():
-                self.lm_head.weight.copy_(target.head_weight()[kept_W.to(target.head_weight().device)])
+                self.lm_head.weight.copy_(self.head_rows())
 
     def forward(self, batch: TrainingBatch) -> LossParts:
         loss = self.config.loss

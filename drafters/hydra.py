@@ -31,7 +31,7 @@ from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.regression import later_states
 from draftsmith.drafters.starts import Starts, trained_starts
 from draftsmith.drafters.tree import Plan
-from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +52,9 @@ class Config:
     """Heads start as the target's rows, behind a linear guess of the later state from all that is read, or behind h_p alone."""
 
     def __post_init__(self) -> None:
+        check_draft_vocab_size(self.draft_vocab_size)
         if self.num_heads < 1 or self.num_layers < 1:
             raise ValueError(f"num_heads is {self.num_heads} and num_layers {self.num_layers}; give 1 or more of each")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
 
 
 class Body(nn.Module):
@@ -115,7 +114,7 @@ class Model(TrainableDrafter):
             for body, map_DI in zip(self.bodies, maps, strict=True):
                 body.get_parameter("project.weight").copy_(map_DI)
             for head in self.lm_heads:
-                head.get_parameter("weight").copy_(target.head_weight()[kept_W.to(target.head_weight().device)])
+                head.get_parameter("weight").copy_(self.head_rows())
         if self.prefix is not None:
             for parameter in self.prefix.parameters():
                 if parameter.dim() == 2:

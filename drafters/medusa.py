@@ -25,7 +25,7 @@ from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.regression import later_states
 from draftsmith.drafters.starts import Starts, trained_starts
 from draftsmith.drafters.tree import Plan
-from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, head_rows, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +44,9 @@ class Config:
     """Own heads start as the target's rows behind a linear guess of the later state, or as those rows alone."""
 
     def __post_init__(self) -> None:
+        check_draft_vocab_size(self.draft_vocab_size)
         if self.num_heads < 1 or self.num_layers < 1:
             raise ValueError(f"num_heads is {self.num_heads} and num_layers {self.num_layers}; give 1 or more of each")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
 
 
 class Blocks(nn.Sequential):
@@ -66,6 +65,7 @@ class Model(TrainableDrafter):
     def __init__(self, config: Config, shape: Shape) -> None:
         super().__init__()
         self.config, self.shape = config, shape
+        self.shares_head = not config.own_head
         self.max_depth = self.training_depth = config.num_heads
         vocab = draft_vocab_size(config.draft_vocab_size, shape)
         width = shape.hidden_size
@@ -75,13 +75,6 @@ class Model(TrainableDrafter):
         )
         self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
 
-    def bind(self, target: TargetHead) -> None:
-        if target is self.target:
-            return
-        super().bind(target)
-        if not self.config.own_head:
-            self.shared_head_WD = head_rows(target, self.token_ids_W)
-
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
         kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
         self.d2t.copy_(offsets(kept_W))
@@ -89,7 +82,7 @@ class Model(TrainableDrafter):
         fitted = self.config.own_head and self.config.initialise_head == "regression"
         maps = later_states(batches if fitted else (), len(self.lm_heads), self.shape.hidden_size)
         with torch.no_grad():
-            rows_WD = target.head_weight()[kept_W.to(target.head_weight().device)].float()
+            rows_WD = self.head_rows().float()
             for head, map_DD in zip(self.lm_heads, maps, strict=True):
                 head.get_parameter("weight").copy_(rows_WD @ map_DD.to(rows_WD.device))
 

@@ -32,7 +32,7 @@ from draftsmith.drafters.layers import MLP, Attention, RMSNorm
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.recurrent import RecurrentDrafter
 from draftsmith.drafters.starts import trained_starts
-from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, head_rows, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,7 @@ class Config:
     """What is minimised (`drafters.losses`); FastMTP: decay 0.6, which has to be given along with other settings of the loss."""
 
     def __post_init__(self) -> None:
+        check_draft_vocab_size(self.draft_vocab_size)
         if self.steps < 1:
             raise ValueError(f"steps is {self.steps}; give 1 or more")
 
@@ -78,6 +79,7 @@ class Model(RecurrentDrafter):
     def __init__(self, config: Config, shape: Shape) -> None:
         super().__init__()
         self.config, self.shape = config, shape
+        self.shares_head = not config.own_head
         self.training_depth = config.steps
         self.feature_layers: tuple[LayerId, ...] = ("last",) if config.normed_state else (shape.num_layers,)
         width, vocab = shape.hidden_size, draft_vocab_size(config.draft_vocab_size, shape)
@@ -90,13 +92,6 @@ class Model(RecurrentDrafter):
             self.lm_head = nn.Linear(width, vocab, bias=False)
         self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
 
-    def bind(self, target: TargetHead) -> None:
-        if target is self.target:
-            return
-        super().bind(target)
-        if not self.config.own_head:
-            self.shared_head_WD = head_rows(target, self.token_ids_W)
-
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -108,7 +103,7 @@ class Model(RecurrentDrafter):
         self.bind(target)
         if self.config.own_head:
             with torch.no_grad():
-                self.lm_head.weight.copy_(head_rows(target, kept_W))
+                self.lm_head.weight.copy_(self.head_rows())
 
     def head_weight(self) -> Tensor:
         """The projection (W, D)."""

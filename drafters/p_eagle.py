@@ -43,7 +43,7 @@ from draftsmith.drafters.layers import Attention, DecoderLayer, RMSNorm, rotary_
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.starts import Starts, trained_starts
 from draftsmith.drafters.tree import Plan
-from draftsmith.drafters.vocabulary import choose_draft_vocabulary, draft_vocab_size, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +66,11 @@ class Config:
     """Where the draft head starts."""
 
     def __post_init__(self) -> None:
+        check_draft_vocab_size(self.draft_vocab_size)
         if self.depth < 2:
             raise ValueError(f"depth is {self.depth}; give 2 or more (one token at a time: eagle3)")
         if self.num_layers < 1:
             raise ValueError(f"num_layers is {self.num_layers}; give 1 or more")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; give 1 or more, or leave it out")
         if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"layers is {list(self.layers)}; give distinct layer ids in ascending order")
 
@@ -123,7 +122,7 @@ class Model(TrainableDrafter):
         self.d2t.copy_(offsets(kept_W))
         if self.config.initialise_head == "target":
             with torch.no_grad():
-                self.lm_head.weight.copy_(target.head_weight()[kept_W.to(target.head_weight().device)])
+                self.lm_head.weight.copy_(self.head_rows())
 
     # ---- the layers --------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ Letters: V target vocabulary, W draft vocabulary, D width.
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.base import Shape, TargetHead
+from draftsmith.drafters.base import Shape
 
 
 def choose_draft_vocabulary(token_counts_V: Tensor, size: int) -> Tensor:
@@ -43,15 +43,14 @@ def check_offsets(d2t_W: Tensor, vocab_size: int) -> None:
         )
 
 
-def head_rows(target: TargetHead, token_ids_W: Tensor | None) -> Tensor:
-    """The target's frozen head for a draft to share, (W, D); not copied unless the draft vocabulary is a part of the target's."""
-    weight_VD = target.head_weight().detach()  # a Parameter would become one of the drafter's own
-    return weight_VD if token_ids_W is None else weight_VD[token_ids_W.to(weight_VD.device)]
+def check_draft_vocab_size(size: int | None) -> None:
+    """ValueError unless a config's `draft_vocab_size` can be one."""
+    if size is not None and size < 1:
+        raise ValueError(f"draft_vocab_size is {size}; give 1 or more, or leave it out")
 
 
 def draft_vocab_size(size: int | None, shape: Shape) -> int:
     """W: what a config asks for, or the target's whole vocabulary; ValueError if it asks for more."""
-    if size is not None and not 1 <= size <= shape.vocab_size:
-        where = "below 1" if size < 1 else f"above the target's vocabulary of {shape.vocab_size}"
-        raise ValueError(f"draft_vocab_size is {size}, {where}")
+    if size is not None and size > shape.vocab_size:
+        raise ValueError(f"draft_vocab_size is {size}, above the target's vocabulary of {shape.vocab_size}")
     return size or shape.vocab_size

@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.checkpoint import kind_of
 from draftsmith.drafters.tree import Plan, chain, plan_name
 from draftsmith.inference import memory, metrics, noise
 from draftsmith.inference.conversations import Conversation, prompt_ids, prompt_messages
@@ -380,7 +381,7 @@ def _record(
         "target_adapted_from": target.adapted_from,
         "target_parameters": sum(p.numel() for p in target.model.parameters()),
         "name": name,
-        "drafter": type(drafter).__module__.rsplit(".", 1)[-1],
+        "drafter": kind_of(drafter),
         "drafter_parameters": sum(p.numel() for p in parameters),
         "drafter_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "dtype": str(target.dtype).removeprefix("torch."),

@@ -308,10 +308,10 @@ def test_names_and_sizes_are_those_that_engines_load(toy: SimpleNamespace) -> No
 
 def test_the_head_is_the_targets_own_and_stays_frozen(toy: SimpleNamespace) -> None:
     drafter = make(toy, draft_vocab_size=None)
-    assert drafter.head_WD.data_ptr() == drafter.target.head_weight().data_ptr()
-    assert not drafter.head_WD.requires_grad
+    assert drafter.shared_head_WD.data_ptr() == drafter.target.head_weight().data_ptr()
+    assert not drafter.shared_head_WD.requires_grad
     drafter(make_batch(drafter, SEQUENCES)).sum.backward()
-    assert drafter.target.head_weight().grad is None and drafter.head_WD.grad is None
+    assert drafter.target.head_weight().grad is None and drafter.shared_head_WD.grad is None
 
 
 def test_a_reduced_vocabulary_keeps_the_frequent_tokens_rows_of_the_head(toy: SimpleNamespace) -> None:
@@ -321,7 +321,7 @@ def test_a_reduced_vocabulary_keeps_the_frequent_tokens_rows_of_the_head(toy: Si
     counts_V[[60, 9, 33, 12, 2]] = torch.tensor([5, 5, 1, 7, 9])
     drafter.initialise(target, counts_V)
     assert drafter.token_ids_W.tolist() == [2, 9, 12, 60] and drafter.d2t.tolist() == [2, 8, 10, 57]
-    torch.testing.assert_close(drafter.head_WD, target.head_weight()[[2, 9, 12, 60]])
+    torch.testing.assert_close(drafter.shared_head_WD, target.head_weight()[[2, 9, 12, 60]])
 
 
 SHAPE = Shape(

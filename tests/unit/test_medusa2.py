@@ -303,7 +303,7 @@ def test_only_the_named_layers_are_adapted_and_an_unknown_one_is_refused(toy: Si
 
 def test_without_peft_it_says_what_to_install(toy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ValueError, match="adapting a target needs peft .*pip install"):
+    with pytest.raises(ValueError, match=r"adapting a target needs peft .*install draftsmith\[lora\]"):
         AdaptedTarget(toy.make_model("llama"), 4, 8.0)
 
 
