@@ -1,6 +1,6 @@
 """Random settings, stops, batches and drafters against plain decoding of each prompt alone.
 
-A short profile runs here; `DRAFTSMITH_EXAMPLES=2000 pytest tests/unit/test_property.py` runs a long one.
+A short profile runs here; `DRAFTSMITH_EXAMPLES=2000 pytest tests/reference/test_property.py` runs a long one.
 """
 
 import dataclasses
