@@ -45,7 +45,7 @@ STEPS, CHECKPOINT_EVERY = 60, 10
 NOT_AVERAGED = ("medusa", "medusa2")
 """The other kinds are trained with an average of their weights."""
 DIFFERENT = ("draft_lm", "eagle3", "medusa", "medusa2")
-"""Kinds whose runs hold different things: a whole LM and texts of its own, an average, neither, adapters. That every kind learns the
+"""Kinds whose runs hold different things: a whole LM and its own texts, an average, neither, adapters. That every kind learns the
 same bits from the same seed is in tests/unit."""
 
 
