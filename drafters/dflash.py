@@ -47,7 +47,7 @@ from draftsmith.drafters.layers import MLP, Attention, RMSNorm, rotary_tables
 from draftsmith.drafters.losses import Distilled, LossConfig, distill
 from draftsmith.drafters.starts import Starts
 from draftsmith.drafters.tree import Plan
-from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_offsets, draft_vocab_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +177,7 @@ class Model(TrainableDrafter):
         self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
 
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
-        kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
-        self.d2t.copy_(offsets(kept_W))
+        self.d2t.copy_(choose_offsets(token_counts_V, len(self.d2t)))
         self.bind(target)
         for parameter in (self.mask_embedding, *self.parameters()):
             if parameter.dim() == 2 or parameter is self.mask_embedding:

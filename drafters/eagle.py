@@ -24,7 +24,7 @@ from draftsmith.drafters.layers import MLP, Attention, RMSNorm
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.recurrent import RecurrentDrafter
 from draftsmith.drafters.starts import Starts, element_numbers, trained_starts
-from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_offsets, draft_vocab_size
 
 NOISE_LENGTH = 512
 """Length of a sequence whose noise is `Config.noise`; longer ones get less."""
@@ -89,7 +89,7 @@ class Model(RecurrentDrafter):
         self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
 
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
-        self.d2t.copy_(offsets(choose_draft_vocabulary(token_counts_V, len(self.d2t))))
+        self.d2t.copy_(choose_offsets(token_counts_V, len(self.d2t)))
         self.bind(target)
         for parameter in self.parameters():
             if parameter.dim() == 2:

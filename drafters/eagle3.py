@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import LayerId, LossParts, Shape, TargetHead, TrainingBatch
-from draftsmith.drafters.layers import MLP, Attention, RMSNorm
+from draftsmith.drafters.layers import MLP, Attention, RMSNorm, norm_each
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.recurrent import RecurrentDrafter
 from draftsmith.drafters.starts import trained_starts
@@ -120,8 +120,7 @@ class Model(RecurrentDrafter):
         if self.config.norm_before_fc:
             features_BTF = self.input_norm(features_BTF)
         if self.config.fc_norm:
-            chunks = features_BTF.chunk(len(self.fc_norm), dim=-1)
-            features_BTF = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+            features_BTF = norm_each(self.fc_norm, features_BTF)
         out: Tensor = self.fc(features_BTF)
         return out
 

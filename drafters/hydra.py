@@ -31,7 +31,7 @@ from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.regression import later_states
 from draftsmith.drafters.starts import Starts, trained_starts
 from draftsmith.drafters.tree import Plan
-from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_offsets, draft_vocab_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +106,7 @@ class Model(TrainableDrafter):
 
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
         self.bind(target)
-        kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
-        self.d2t.copy_(offsets(kept_W))
+        self.d2t.copy_(choose_offsets(token_counts_V, len(self.d2t)))
         fitted = self.config.initialise_head == "regression"
         maps = later_states(batches if fitted else (), len(self.bodies), self.shape.hidden_size, target.embed)
         with torch.no_grad():

@@ -26,6 +26,12 @@ class RMSNorm(nn.Module):
         return (self.weight * normed).to(x.dtype)
 
 
+def norm_each(norms: nn.ModuleList, features: Tensor) -> Tensor:
+    """Each captured state by its own norm: (…, F) → (…, F), F being so many states of equal width side by side."""
+    chunks = features.chunk(len(norms), dim=-1)
+    return torch.cat([norm(chunk) for norm, chunk in zip(norms, chunks, strict=True)], dim=-1)
+
+
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin, fp32 (…, E), for integer positions (…) (Su et al. 2021, arXiv 2104.09864; Llama's half layout)."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim

@@ -25,7 +25,7 @@ from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.regression import later_states
 from draftsmith.drafters.starts import Starts, trained_starts
 from draftsmith.drafters.tree import Plan
-from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_offsets, draft_vocab_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,7 @@ class Model(TrainableDrafter):
         self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
 
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
-        kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
-        self.d2t.copy_(offsets(kept_W))
+        self.d2t.copy_(choose_offsets(token_counts_V, len(self.d2t)))
         self.bind(target)
         fitted = self.config.own_head and self.config.initialise_head == "regression"
         maps = later_states(batches if fitted else (), len(self.lm_heads), self.shape.hidden_size)

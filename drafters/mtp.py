@@ -32,7 +32,7 @@ from draftsmith.drafters.layers import MLP, Attention, RMSNorm
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.recurrent import RecurrentDrafter
 from draftsmith.drafters.starts import trained_starts
-from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_offsets, draft_vocab_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,7 @@ class Model(RecurrentDrafter):
                 nn.init.normal_(parameter, std=0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
-        kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
-        self.d2t.copy_(offsets(kept_W))
+        self.d2t.copy_(choose_offsets(token_counts_V, len(self.d2t)))
         self.bind(target)
         if self.config.own_head:
             with torch.no_grad():

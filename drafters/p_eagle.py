@@ -39,11 +39,11 @@ from draftsmith.drafters.base import (
 from draftsmith.drafters.eagle3 import MidLayer, check_layers, default_layers
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.kv import KeyValues, Slots, slots_behind
-from draftsmith.drafters.layers import Attention, DecoderLayer, RMSNorm, rotary_tables
+from draftsmith.drafters.layers import Attention, DecoderLayer, RMSNorm, norm_each, rotary_tables
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.starts import Starts, trained_starts
 from draftsmith.drafters.tree import Plan
-from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
+from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_offsets, draft_vocab_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +118,7 @@ class Model(TrainableDrafter):
         self.bind(target)
         for parameter in (*(p for p in self.parameters() if p.dim() == 2), self.mask_embedding, self.mask_state):
             nn.init.normal_(parameter, std=0.02)
-        kept_W = choose_draft_vocabulary(token_counts_V, len(self.d2t))
-        self.d2t.copy_(offsets(kept_W))
+        self.d2t.copy_(choose_offsets(token_counts_V, len(self.d2t)))
         if self.config.initialise_head == "target":
             with torch.no_grad():
                 self.lm_head.weight.copy_(self.head_rows())
@@ -130,8 +129,7 @@ class Model(TrainableDrafter):
         """The states that stand beside the tokens: (B, T, F) → (B, T, D)."""
         features_BTF = features_BTF.to(self.dtype)
         if self.config.fc_norm:
-            chunks = features_BTF.chunk(len(self.fc_norm), dim=-1)
-            features_BTF = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+            features_BTF = norm_each(self.fc_norm, features_BTF)
         out: Tensor = self.fc(features_BTF)
         return out
 

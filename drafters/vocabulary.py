@@ -33,6 +33,11 @@ def offsets(kept_W: Tensor) -> Tensor:
     return kept_W - torch.arange(len(kept_W), device=kept_W.device)
 
 
+def choose_offsets(token_counts_V: Tensor, size: int) -> Tensor:
+    """d2t of the `size` most frequent target ids."""
+    return offsets(choose_draft_vocabulary(token_counts_V, size))
+
+
 def check_offsets(d2t_W: Tensor, vocab_size: int) -> None:
     """ValueError unless `d2t_W` maps every draft id to a target id of its own, in ascending order."""
     ids_W = d2t_W + torch.arange(len(d2t_W), device=d2t_W.device)
