@@ -1,6 +1,7 @@
 """The drafter that a user names: a run or drafter folder, a causal LM, "ngram", "suffix", or "mtp"."""
 
 import json
+import re
 from pathlib import Path
 
 from draftsmith import drafters
@@ -11,6 +12,8 @@ from draftsmith.inference.native_mtp import load_native_mtp
 from draftsmith.inference.target import Target
 from draftsmith.inference.tokenizers import load_draft_lm
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
 
 def load_drafter(name: str, target: Target) -> Drafter:
     """Loads a drafter for a target, in the target's dtype and on its device.
@@ -18,7 +21,7 @@ def load_drafter(name: str, target: Target) -> Drafter:
     Args:
         name: "ngram" for prompt lookup, "suffix" for suffix decoding, "mtp" for the head in the target's own folder; a folder
             that training or `drafters.save` wrote; or a causal LM as `inference.target.load` takes it (a model folder, a
-            .gguf file).
+            .gguf file, a hub id).
         target: what it drafts for.
 
     Raises:
@@ -32,6 +35,13 @@ def load_drafter(name: str, target: Target) -> Drafter:
         return load_native_mtp(target.name, target)
     if is_language_model(Path(name)):
         return load_draft_lm(name, target)
+    if HUB_ID.fullmatch(name) and not Path(name).exists():
+        try:
+            return load_draft_lm(name, target)
+        except ValueError as error:
+            raise ValueError(
+                f"there is no folder {name!r}, and as a model of the hub it cannot be had: {error}"
+            ) from error
     drafter = drafters.load(name, dtype=target.dtype, device=target.device)
     run = Path(name) if (Path(name) / "drafter").exists() else Path(name).parent
     try:

@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: scripts/compare.sh OUT.md [MINUTES] [KIND ...]} minutes=${2:-30}
 kinds=("${@:3}")
-[ ${#kinds[@]} -gt 0 ] || kinds=(eagle3 eagle mtp p_eagle dflash medusa hydra draft_lm)
+[ ${#kinds[@]} -gt 0 ] || kinds=(eagle3 eagle mtp p_eagle dflash medusa hydra draft_lm medusa2)
 . scripts/setup.sh
 setup gguf,wandb,lora
 . scripts/environment.sh
@@ -16,7 +16,9 @@ mkdir -p "$runs"
 [ -e "$runs/sampled.jsonl.meta.json" ] || draftsmith data configs/prompts/train.jsonl --target .cache/smollm2 \
   --temperature 1 --max-new 160 --batch-size 224 --seed 29 --out "$runs/sampled.jsonl"
 configs=("${kinds[@]/%/_smollm2.yaml}")
-draftsmith train "${configs[@]/#/configs/}" output="$runs/{kind}" loop.max_minutes="$minutes" loop.epochs=100 \
-  data.train="[configs/answers/smollm2_greedy.jsonl,configs/answers/smollm2_self.jsonl,$runs/sampled.jsonl]" \
-  features.store=disk features.folder="$runs/features" tracking.tracker=none \
-  --table "$out" --eval-prompts configs/prompts/heldout.jsonl
+same=(data.train="[configs/answers/smollm2_greedy.jsonl,configs/answers/smollm2_self.jsonl,$runs/sampled.jsonl]"
+  features.store=disk features.folder="$runs/features" tracking.tracker=none)
+# The draft LM before it is distilled: one step that changes nothing.
+draftsmith train configs/draft_lm_smollm2.yaml output="$runs/undistilled" loop.epochs=0.001 optim.learning_rate=1e-12 "${same[@]}"
+draftsmith train "${configs[@]/#/configs/}" output="$runs/{kind}" loop.max_minutes="$minutes" loop.epochs=100 "${same[@]}" \
+  --beside "$runs/undistilled" --beside ngram --beside suffix --table "$out" --eval-prompts configs/prompts/heldout.jsonl

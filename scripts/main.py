@@ -120,8 +120,10 @@ def _add_train(commands: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check the config, print the drafter's size and stop")
     about = "one run for each of these values; several --grid: for each combination"
     parser.add_argument("--grid", action="append", default=[], metavar="key=V,V", help=about)
-    about = "write the table of all runs there, and their full reports beside it (.json)"
+    about = "write the table of all runs there, and their full reports beside it as .json (default: DATE-sweep.md beside the runs)"
     parser.add_argument("--table", type=Path, default=None, metavar="FILE.md", help=about)
+    about = "a drafter that is not trained but measured in the table too, as for eval; may be repeated"
+    parser.add_argument("--beside", action="append", default=[], metavar="DRAFTER", help=about)
     about = "held-out prompts for the table (default: eval.prompts of the configs)"
     parser.add_argument("--eval-prompts", default=None, metavar="FILE", help=about)
     parser.add_argument("--eval-num-prompts", type=int, default=None, metavar="N", help="so many, evenly spread")
@@ -143,8 +145,9 @@ def _train(options: argparse.Namespace) -> None:
     if options.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     prompts = Prompts(file=options.eval_prompts, number=options.eval_num_prompts, max_new=options.eval_max_new)
-    if len(configs) > 1 or options.grid or options.table or prompts != Prompts():
-        print(sweep(configs, prompts, _device(options.device), options.table, options.command_line))
+    if len(configs) > 1 or options.grid or options.table or options.beside or prompts != Prompts():
+        device = _device(options.device)
+        print(sweep(configs, options.beside, prompts, device, options.table, options.command_line))
     else:
         print(train(configs[0]))
 

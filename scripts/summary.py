@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from draftsmith.scripts.tables import describe_adapted
+
 
 def main() -> None:
     if len(sys.argv) != 2:
@@ -54,8 +56,11 @@ def summary(runs: list[Path]) -> str:
 
 
 def footnotes(reports: list[dict[str, Any]]) -> list[str]:
-    """What was measured on what, and the evidence of losslessness."""
-    record = reports[0]["record"]
+    """What was measured on what, and the evidence of losslessness; then a line for each target that training adapted."""
+    adapted = [report["record"] for report in reports if report["record"].get("target_adapted_from")]
+    record = next(
+        (report["record"] for report in reports if report["record"] not in adapted), adapted[0] if adapted else {}
+    )
     settings = record["settings"]
     agreements = [r["agreement"] for report in reports for r in report["results"] if "agreement" in r]
     identical, total = sum(a["identical"] for a in agreements), sum(a["of"] for a in agreements)
@@ -70,6 +75,7 @@ def footnotes(reports: list[dict[str, Any]]) -> list[str]:
         "tau: tokens per target pass; intervals: 95 %, bootstrap over prompts.",
         f"Lossless: {identical} of {total} outputs identical to plain decoding; where {record['dtype']} rounding parts them, "
         f"the two tokens' scores differ by at most {worst:.2g}.",
+        *(f"{record['name']}: {describe_adapted(record['target_adapted_from'])}." for record in adapted),
     ]
 
 

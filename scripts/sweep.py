@@ -3,6 +3,7 @@ combination of the `--grid` values.
 
 The runs are trained one after the other, each exactly as it would be by itself; finished ones are kept, so the same command goes on
 after a kill. Then all drafters are measured together: on the same held-out prompts, in one run that shares plain decoding.
+Drafters that are not trained here (n-grams, a stock model) may be measured beside them.
 """
 
 import dataclasses
@@ -18,12 +19,14 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 
+from draftsmith import drafters
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import write_text
 from draftsmith.drafters.tree import Dynamic, Plan, chain
-from draftsmith.inference.conversations import read_conversations
+from draftsmith.inference.conversations import Conversation, read_conversations
 from draftsmith.inference.evaluate import Settings, evaluate, spread
 from draftsmith.inference.loading import load_drafter
+from draftsmith.inference.target import Target
 from draftsmith.scripts.summary import footnotes, interval
 from draftsmith.scripts.tables import plan_label
 from draftsmith.train.config import RunConfig, read
@@ -87,14 +90,23 @@ def read_runs(files: list[str], overrides: list[str], grid: list[str]) -> list[R
     return configs
 
 
-def sweep(configs: list[RunConfig], prompts: Prompts, device: torch.device, table: Path | None, command: str) -> str:
+def sweep(
+    configs: list[RunConfig],
+    beside: list[str],
+    prompts: Prompts,
+    device: torch.device,
+    table: Path | None,
+    command: str,
+) -> str:
     """Trains all runs that are not finished, measures them together, and returns the table.
 
     Args:
         configs: the runs.
+        beside: further drafters that are measured with them, as `inference.loading.load_drafter` takes them.
         prompts: held-out prompts.
         device: of the measurement.
         table: Markdown file for the table, where it comes from and how it was made; the full reports go beside it, as .json.
+            None: for several drafters, a file with the date in its name in the folder that the first run lies in.
         command: what made it, for that file.
 
     Raises:
@@ -113,6 +125,14 @@ def sweep(configs: list[RunConfig], prompts: Prompts, device: torch.device, tabl
     if prompts.number is not None:
         conversations = [conversations[i] for i in spread(len(conversations), prompts.number)]
 
+    names = [*(config.output for config in configs), *beside]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} is to be measured twice; leave it out of --beside")
+    if table is None and len(names) > 1:
+        table = Path(names[0]).parent / f"{datetime.date.today()}-sweep.md"
+        table.parent.mkdir(parents=True, exist_ok=True)
+
     for config in configs:
         print(f"== {config.output}", file=sys.stderr, flush=True)
         AcceleratorState._reset_state()  # it lasts as long as the process and holds one precision; the next run may have another
@@ -122,10 +142,15 @@ def sweep(configs: list[RunConfig], prompts: Prompts, device: torch.device, tabl
             raise ValueError(f"{config.output}: {error}") from error
 
     target = load_target(configs[0], device)
-    drafters = {config.output: load_drafter(config.output, target) for config in configs}
     settings = MEASURED if prompts.max_new is None else dataclasses.replace(MEASURED, max_new=prompts.max_new)
-    plans = {name: plans_for(drafter) for name, drafter in drafters.items()}
-    reports = evaluate(target, drafters, conversations, settings, plans)
+    adapted = {config.output: config for config in configs if drafters.kind_module(config.kind).Model.adapts_target}
+    reports = _measure(target, [name for name in names if name not in adapted], conversations, settings)
+    for name, config in adapted.items():  # for each the target that its training made
+        own = dataclasses.replace(config.target, path=str(Path(name) / "target"), revision=None, shape=None)
+        reports |= _measure(
+            load_target(dataclasses.replace(config, target=own), device), [name], conversations, settings
+        )
+    reports = {name: reports[name] for name in names}
     rows, notes = _rows(reports), footnotes([*reports.values()])
     if table is not None:
         data = sorted({name for config in configs for name in config.data.train})
@@ -133,7 +158,19 @@ def sweep(configs: list[RunConfig], prompts: Prompts, device: torch.device, tabl
         head = [f"# Drafters for {configs[0].target.path}, {datetime.date.today()}", "", "```bash", command, "```", ""]
         write_text(table, "\n".join([*head, *about, "", *rows, ""]))
         write_text(table.with_suffix(".json"), json.dumps(reports, indent=2) + "\n")
+        print(f"written to {table}", file=sys.stderr)
     return "\n".join([*rows, "", *notes])
+
+
+def _measure(
+    target: Target, names: list[str], prompts: list[Conversation], settings: Settings
+) -> dict[str, dict[str, Any]]:
+    """The reports of the drafters of one target."""
+    if not names:
+        return {}
+    loaded = {name: load_drafter(name, target) for name in names}
+    plans = {name: plans_for(drafter) for name, drafter in loaded.items()}
+    return evaluate(target, loaded, prompts, settings, plans)
 
 
 def plans_for(drafter: Drafter) -> tuple[Plan, ...]:
@@ -175,10 +212,14 @@ def _rows(reports: dict[str, dict[str, Any]]) -> list[str]:
     """A row per run and plan."""
     lines = [f"| {HEADER} |", "|" + " --- |" * (HEADER.count("|") + 1)]
     for name, report in reports.items():
-        finished = json.loads((Path(name) / "finished.json").read_text())
-        record = report["record"]
-        first = [name, record["drafter"], f"{record['drafter_parameters'] / 1e6:.1f} M"]
-        first += [f"{finished['trained_tokens']:,}", f"{finished['seconds'] - finished['evaluation_seconds']:.0f}"]
+        record, file = report["record"], Path(name) / "finished.json"
+        first = [name, record["drafter"], f"{record['drafter_parameters'] / 1e6:.1f} M", "-", "-"]
+        if file.exists():
+            finished = json.loads(file.read_text())
+            first[3:] = [
+                f"{finished['trained_tokens']:,}",
+                f"{finished['seconds'] - finished['evaluation_seconds']:.0f}",
+            ]
         results = {(r["temperature"], r["plan"]): r for r in report["results"]}
         for (temperature, plan), greedy in results.items():
             if temperature:

@@ -77,6 +77,7 @@ def test_a_grid_makes_every_combination_with_a_folder_of_its_own(folder: Path) -
         ("eagle3.yaml --table no/such/table.md", "the folder of no/such/table.md does not exist; create it first"),
         ("eagle3.yaml --table table.txt", "--table is table.txt; give a name that ends in .md"),
         ("eagle3.yaml --eval-prompts nowhere.jsonl", "nowhere.jsonl"),
+        ("eagle3.yaml --beside runs/eagle3", "runs/eagle3 is to be measured twice; leave it out of --beside"),
         ("eagle3.yaml --eval-num-prompts 0", "--eval-num-prompts is 0; give 1 or more"),
     ],
 )
@@ -113,7 +114,7 @@ def test_a_sweep_trains_what_is_not_finished_and_tabulates_all(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", "eagle3.yaml", "medusa.yaml", "--grid", "optim.learning_rate=1e-3", "--eval-max-new", "6"]
-    words += ["--table", "table.md", "seed=7", "--device", "cpu"]
+    words += ["--table", "table.md", "seed=7", "--device", "cpu", "--beside", "ngram"]
     names = [f"runs/{kind}-learning_rate-1e-3" for kind in KINDS]
     plain = sweep.train
 
@@ -133,13 +134,14 @@ def test_a_sweep_trains_what_is_not_finished_and_tabulates_all(
     assert (folder / names[0] / "finished.json").stat().st_mtime_ns == before
 
     printed, written = capsys.readouterr().out, (folder / "table.md").read_text()
-    rows = cells(written)
-    assert cells(printed) == rows
+    *rows, untrained = cells(written)
+    assert cells(printed) == [*rows, untrained]
+    assert untrained["run"] == untrained["kind"] == "ngram" and untrained["training tokens"] == "-"
     assert [(row["run"], row["drafts"]) for row in rows] == [
         (name, plan) for name in names for plan in ("K = 5", "dynamic:16,5,8")
     ]
     reports = json.loads((folder / "table.json").read_text())
-    assert list(reports) == names
+    assert list(reports) == [*names, "ngram"]
     for row in rows:
         report, drafter = reports[row["run"]], drafters.load(row["run"])
         assert row["kind"] == report["record"]["drafter"] == row["run"][5:11]
@@ -174,3 +176,22 @@ def test_one_config_alone_is_trained_and_its_folder_printed(folder: Path, capsys
     main(["train", "medusa.yaml", "--device", "cpu", "--eval-prompts", "other.jsonl", "--eval-max-new", "4"])
     (chain_row, _) = cells(capsys.readouterr().out)
     assert chain_row["run"] == "runs/medusa"
+
+
+def test_a_target_that_training_adapted_is_the_one_its_row_is_measured_with(
+    folder: Path, toy: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    config = yaml.safe_load((folder / "medusa.yaml").read_text())
+    config |= {"output": "runs/medusa2", "drafter": {"kind": "medusa2", **toy.KIND_SETTINGS["medusa2"]}}
+    (folder / "medusa2.yaml").write_text(yaml.safe_dump(config))
+    main(["train", "medusa2.yaml", "medusa.yaml", "--device", "cpu", "--eval-max-new", "4"])
+    printed = capsys.readouterr()
+    assert [row["run"] for row in cells(printed.out)] == ["runs/medusa2"] * 2 + ["runs/medusa"] * 2
+    (file,) = (folder / "runs").glob("*-sweep.md")
+    assert f"written to runs/{file.name}" in printed.err and cells(file.read_text()) == cells(printed.out)
+    reports = json.loads(file.with_suffix(".json").read_text())
+    targets = {name: report["record"]["target"] for name, report in reports.items()}
+    assert targets["runs/medusa2"] == "runs/medusa2/target" != targets["runs/medusa"]
+    note = f"runs/medusa2: target adapted from {targets['runs/medusa']}: lossless towards the adapted target"
+    assert note in printed.out and f"Target {targets['runs/medusa']} " in printed.out
