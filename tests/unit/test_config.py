@@ -230,14 +230,15 @@ def test_every_field_of_every_section_is_documented() -> None:
             assert re.search(rf'^    {field.name}: .*\n    """', source, re.M), f"{cls.__name__}.{field.name}"
 
 
-def test_some_yaml_is_shipped_for_every_kind() -> None:
-    assert {read(path).kind for path in SHIPPED} == set(drafters.kinds())
+def test_a_yaml_is_shipped_for_every_kind_and_three_targets() -> None:
+    targets = ("smollm2", "qwen3_8b", "llama31_8b")
+    assert {path.stem for path in SHIPPED} == {f"{kind}_{target}" for kind in drafters.kinds() for target in targets}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_yaml_is_valid_and_its_header_says_how_to_launch_it(path: Path) -> None:
     config = read(path)
-    assert path.stem.startswith(config.kind)
+    assert path.stem.startswith(f"{config.kind}_")
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any(f"configs/{path.name}" in line for line in header)
     if config.target.shape is not None:
