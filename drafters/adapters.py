@@ -8,11 +8,13 @@ Letters: B sequences, T positions, D width, n rows, c rows of a chunk, V vocabul
 """
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from draftsmith.drafters.base import TargetHead
 from draftsmith.drafters.losses import CHUNK_ELEMENTS
@@ -44,15 +46,13 @@ class AdaptedTarget:
             raise ValueError(
                 f"adapting a target needs peft ({error}); install draftsmith[lora], or peft alone"
             ) from error
-        from transformers.pytorch_utils import Conv1D
-
         body = getattr(model, model.base_model_prefix)
-        linear = {n.rsplit(".", 1)[-1]: m for n, m in body.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+        linear = {name.rsplit(".", 1)[-1]: module for name, module in linear_layers(body).items()}
         for name in names:
             if name not in linear:
                 raise ValueError(f"adapt_modules has {name!r}, no linear layer of the decoder; {nearest(name, linear)}")
         chosen = list(names or linear)
-        transposed = any(isinstance(linear[name], Conv1D) for name in chosen)  # GPT-2 keeps its weights that way
+        transposed = are_transposed(linear[name] for name in chosen)
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen, fan_in_fan_out=transposed)
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         self._lora = LoraModel(copy.deepcopy(model, shared), config, "default")
@@ -73,6 +73,16 @@ class AdaptedTarget:
     def merged(self) -> Any:
         """A model of its own with the adapters added to its weights; rounded to their dtype, as it will be served."""
         return copy.deepcopy(self._lora).merge_and_unload().requires_grad_(False)
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every linear layer by its name, GPT-2's among them."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+
+
+def are_transposed(layers: Iterable[nn.Module]) -> bool:
+    """Whether weights are kept as (inputs, outputs), as GPT-2 does."""
+    return any(isinstance(layer, Conv1D) for layer in layers)
 
 
 def compare(original_nD: Tensor, adapted_nD: Tensor, target: TargetHead) -> tuple[Tensor, Tensor, Tensor]:

@@ -190,7 +190,7 @@ class Drafter(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossParts:
-    """A loss that no padding, packing, accumulation or world size can change: the loop divides the sums.
+    """A loss that no padding, batching, accumulation or world size can change: the loop divides the sums.
 
     Attributes:
         sum: scalar fp32 with gradient, summed over supervised tokens and draft steps.

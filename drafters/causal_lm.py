@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.drafters.adapters import are_transposed, linear_layers
 from draftsmith.drafters.base import Shape
 
 PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
@@ -179,8 +180,9 @@ def add_adapters(model: Any, rank: int) -> None:
     except ImportError as error:
         raise ValueError("lora_rank needs the package peft; install draftsmith[lora], or set lora_rank: 0") from error
     head = model.get_output_embeddings()
-    inner = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=inner), model)
+    inner = {name: module for name, module in linear_layers(model).items() if module is not head}
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=[*inner], fan_in_fan_out=are_transposed(inner.values()))
+    inject_adapter_in_model(config, model)
 
 
 def merged(model: Any) -> dict[str, Tensor]:

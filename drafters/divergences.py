@@ -10,7 +10,10 @@ lies outside is a miss that nothing can mend, never renormalised away. α = Σ m
 - tv: total variation, 1 - α (DistillSpec, Zhou et al. 2023, arXiv 2310.08461)
 - nla: -log α
 - lk: λ KL + (1 - λ) TV with λ = exp(-η α), not differentiated: KL where the draft is poor, acceptance itself where it is good
-- top_k_weight adds that much of -Σ p log q over the target's k most likely tokens (HASS, Zhang et al. 2024, arXiv 2408.15766)
+  (LK losses, Samarin et al. 2026, arXiv 2602.23881; theirs takes one λ per depth from the batch's mean α, this one per token,
+  so that no token's loss depends on what else is in the batch)
+- top_k_weight adds that much of -Σ p log q over the k tokens of the draft vocabulary that the target finds likeliest (HASS,
+  Zhang et al. 2024, arXiv 2408.15766)
 
 Letters: r rows, W draft vocabulary.
 """

@@ -108,7 +108,7 @@ class Model(TrainableDrafter):
         self.shape, self.on_policy, self.averages = shape, config.on_policy, config.lora_rank == 0
         self._runner: LanguageModel | None = None
         self._drafting: DraftLM | None = None
-        self._judges: tuple[Model, ...] = ()  # a tuple, so that the reference is no part of this module
+        self._references: tuple[Model, ...] = ()  # a tuple, so that the reference is no part of this module
         self.register_buffer("d2t", torch.zeros(0, dtype=torch.int64))
         self._build(config, config.lm or self._first_config(config))
 
@@ -160,7 +160,7 @@ class Model(TrainableDrafter):
             causal_lm.add_adapters(self.lm, config.lora_rank)
         self.bind(target)
         if config.reference is not None:
-            self._judges = (self._read_reference(config.reference, target),)
+            self._references = (self._read_reference(config.reference, target),)
 
     def _read_reference(self, folder: str, target: TargetHead) -> "Model":
         head = target.head_weight()
@@ -176,20 +176,24 @@ class Model(TrainableDrafter):
         return judge
 
     def forward(self, batch: TrainingBatch) -> LossParts:
-        if not self._judges:
+        if not self._references:
             return self._distilled(batch).parts
         with torch.no_grad():
-            all_tokens, easy = self._distilled(batch), self._judges[0]._distilled(batch)
+            all_tokens = self._distilled(batch)
+            easy = self._references[0]._distilled(batch, loss=self.config.loss)  # whatever it was distilled with itself
             gap_BT = (all_tokens.loss_JBT - easy.loss_JBT)[0]
             weight_BT = hardest(gap_BT, trained_starts(batch, 1)[0], self.config.keep)
         parts = self._distilled(batch, weight_BT[None]).parts
         return LossParts(parts.sum, parts.count, all_tokens.parts.metrics)
 
-    def _distilled(self, batch: TrainingBatch, weight_1BT: Tensor | None = None) -> Distilled:
+    def _distilled(
+        self, batch: TrainingBatch, weight_1BT: Tensor | None = None, loss: LossConfig | None = None
+    ) -> Distilled:
         states_BTD = self.lm.base_model(input_ids=self._known(batch.ids_BT), use_cache=False).last_hidden_state
         head_WD = self.lm.get_output_embeddings().weight
         at_starts_BTD = states_BTD.roll(-1, 1)  # wraps at the end, where nothing is trained
-        return distill([at_starts_BTD], [head_WD], batch, self.target, self.token_ids_W, self.config.loss, weight_1BT)
+        loss = loss or self.config.loss
+        return distill([at_starts_BTD], [head_WD], batch, self.target, self.token_ids_W, loss, weight_1BT)
 
     def _known(self, ids_BT: Tensor) -> Tensor:
         """Ids that the LM can read: one that it lacks is read as 0, as in drafting."""

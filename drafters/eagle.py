@@ -7,8 +7,9 @@ the same weights and drafts dynamic trees (`grow`); HASS (Zhang et al. 2024, arX
 own outputs (`steps`, `detach`) and adds a loss on the likeliest tokens (`loss.top_k_weight`).
 
 The layer has no norm in front of the attention and none at the end: its output has to look like f. Parameter names follow the
-layout that serving engines load (`fc.weight`, `layers.0.…`). Departures: an optional reduced draft vocabulary; draft logits are
-scaled and soft-capped as the target's are, in training too, so that a perfect guess has exactly the target's law.
+layout that serving engines load (`fc.weight`, `layers.0.…`). Departures: no bias in `fc` (the published heads of Llama 2 have
+one, `fc_bias`); an optional reduced draft vocabulary; gradients are clipped by norm, not by value; draft logits are scaled and
+soft-capped as the target's are, in training too, so that a perfect guess has exactly the target's law.
 
 Letters: J depths, B sequences, T positions, n trained starts, D width, W draft vocabulary, V target vocabulary.
 """

@@ -53,8 +53,7 @@ class Config:
             raise ValueError(f"steps is {self.steps}; give 1 or more")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc exclude each other; set one of them to false")
-        if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
-            raise ValueError(f"layers is {list(self.layers)}; give distinct layer ids in ascending order")
+        check_ascending(self.layers)
 
 
 class MidLayer(nn.Module):
@@ -65,6 +64,12 @@ class MidLayer(nn.Module):
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def join(self, embedded: Tensor, state: Tensor, norm_before_residual: bool) -> tuple[Tensor, Tensor]:
+        """Normalised token first, normalised state behind it: attention input (…, 2 D); and the residual (…, D)."""
+        normed = self.hidden_norm(state)
+        joint = torch.cat([self.input_layernorm(embedded).to(normed.dtype), normed], dim=-1)
+        return joint, normed if norm_before_residual else state
 
 
 class Model(RecurrentDrafter):
@@ -125,11 +130,7 @@ class Model(RecurrentDrafter):
         return out
 
     def join(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised token first, normalised state behind it: I = 2 D."""
-        normed = self.midlayer.hidden_norm(state)
-        token = self.midlayer.input_layernorm(embedded)
-        joint = torch.cat([token.to(normed.dtype), normed], dim=-1)
-        return joint, normed if self.config.norm_before_residual else state
+        return self.midlayer.join(embedded, state, self.config.norm_before_residual)
 
     def finish(self, attended: Tensor) -> tuple[Tensor, Tensor]:
         output = attended + self.midlayer.mlp(self.midlayer.post_attention_layernorm(attended))
@@ -155,7 +156,14 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return layers
 
 
+def check_ascending(layers: tuple[int, ...] | None) -> None:
+    """ValueError unless layer ids are distinct and in order."""
+    if layers is not None and list(layers) != sorted(set(layers)):
+        raise ValueError(f"layers is {list(layers)}; give distinct layer ids in ascending order")
+
+
 def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
+    """ValueError unless the target has all of them."""
     wrong = [layer for layer in layers if not 0 < layer <= num_layers]
     if wrong or not layers:
         raise ValueError(

@@ -33,7 +33,8 @@ costs little (on two CPU cores at W = 8,192 twice this is as fast, half of it sl
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
     divergence: divergences.Name = "kl"
-    """How far the draft's law is from the target's (`drafters.divergences`)."""
+    """How far the draft's law is from the target's (`drafters.divergences`). With ce the target's law is its likeliest token alone,
+    for the overlap α as well."""
     eta: float = 3.0
     """Of lk: how soon acceptance itself takes over from KL (LK losses: 3, for Medusa 10)."""
     top_k_weight: float = 0.0
@@ -58,6 +59,10 @@ class LossConfig:
             raise ValueError(f"smoothing is {self.smoothing}; give a value from 0 to 1")
         if not (self.eta >= 0 and self.top_k_weight >= 0 and self.top_k >= 1):
             raise ValueError("eta and top_k_weight must not be negative, top_k must be 1 or more")
+        if self.divergence == "ce" and self.top_k_weight:
+            raise ValueError(
+                "top_k_weight adds nothing to divergence: ce, whose target is one token; give another divergence, or 0"
+            )
 
 
 class Distilled(NamedTuple):
@@ -97,7 +102,7 @@ def distill(
         config: divergence and weights.
         weight_JBT: a further weight for every start and depth, 0 where it is not trained; None means those of `trained_starts`,
             thinned as the config says.
-        adjust_draft: the draft's logits are scaled and soft-capped as the target's are (kinds that share its head).
+        adjust_draft: the draft's logits are scaled and soft-capped as the target's are (its states stand for the target's).
     """
     rows_n, columns_n = supervised_rows(batch)
     depth, device = len(hidden), columns_n.device
@@ -132,11 +137,13 @@ def distill(
             out_JBT[j, rows_n[keep], starts_Jn[j, keep]] = values_Jn[j, keep]
         return out_JBT
 
+    if not torch.is_grad_enabled():  # else the gradients would be taken all the same
+        picked_JnD, heads = picked_JnD.detach(), [head.detach() for head in heads]
     if config.weights == "dpace":
-        with torch.no_grad():
-            _, first = _Distill.apply(picked_JnD, weight_Jn, teacher, diverge, *heads)
-        importance_JBT = _importance(grid(first["overlap"]), grid(valid_Jn), config.smoothing)
-        weight_Jn = weight_Jn * importance_JBT[depth_J1, rows_n, starts_Jn]
+        apart = [head.detach() for head in heads]
+        _, first = _Distill.apply(picked_JnD.detach(), weight_Jn, teacher, diverge, *apart)
+        importance_JBT = _importance(grid(first["overlap"]), grid(weight_Jn), config.smoothing)
+        weight_Jn = importance_JBT[depth_J1, rows_n, starts_Jn] * valid_Jn
     else:
         weight_Jn = weight_Jn * config.decay ** depth_J1.double()
     total, stats = _Distill.apply(picked_JnD, weight_Jn, teacher, diverge, *heads)
@@ -180,10 +187,11 @@ def _draft_ids(target_ids_n: Tensor, draft_to_target_W: Tensor | None) -> Tensor
     return torch.where(draft_to_target_W[index_n] == target_ids_n, index_n, -1)
 
 
-def _importance(overlap_JBT: Tensor, valid_JBT: Tensor, smoothing: float) -> Tensor:
-    """D-PACE's weights (J, B, T): w_j = Σ_{m ≥ j} Π_{i ≤ m} a_i over trained depths, with a = (1 - smoothing) α + smoothing."""
-    chance_JBT = torch.where(valid_JBT, (1 - smoothing) * overlap_JBT + smoothing, 1.0)
-    return (chance_JBT.cumprod(0) * valid_JBT).flip(0).cumsum(0).flip(0)
+def _importance(overlap_JBT: Tensor, weight_JBT: Tensor, smoothing: float) -> Tensor:
+    """D-PACE's weights (J, B, T): Σ_{m ≥ j} w_m Π_{i ≤ m} a_i over trained depths, with a = (1 - smoothing) α + smoothing. The w_m
+    are 1, or more where depths are thinned: the sum is then right on average."""
+    chance_JBT = torch.where(weight_JBT > 0, (1 - smoothing) * overlap_JBT + smoothing, 1.0)
+    return (chance_JBT.cumprod(0) * weight_JBT).flip(0).cumsum(0).flip(0)
 
 
 class _Teacher(NamedTuple):

@@ -2,8 +2,8 @@
 
 The target gets low-rank adapters (`adapters`); the heads read the *adapted* target's last state, and their loss reaches the
 adapters through it, so the target learns to be easier to guess. Self-distillation holds it in place: KL(original ‖ adapted)
-wherever the original generated the training text. The paper's L = KL + λ₀ L_heads is minimised as L_heads + KL / λ₀, which
-AdamW cannot tell apart and which leaves the heads' loss on the scale that it has in kind `medusa`.
+wherever the original generated the training text. The paper's L = KL + λ₀ L_heads is minimised as L_heads + KL / λ₀, which AdamW
+cannot tell apart (clipping can: set `optim.clip_norm` for this scale, that of kind `medusa`).
 
 The heads learn the adapted target's own law (a constant to them: the adapted target is not pulled towards their guesses), not
 the original's, because the adapted target is what verifies them. *After training the adapted target is the target*: decoding is

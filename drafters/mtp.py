@@ -7,7 +7,8 @@ token p + 2 is. Drafting on, the module's output takes the place of h. Training 
 0.6 ** j as in FastMTP (up to a constant factor: there the weights sum to 1).
 
 Such modules differ in three choices, which change what a module's weights mean and are therefore settings. The paper's text has
-the state first. Released ones, as serving engines run them (`inference.native_mtp` reads them):
+the state first. Released ones, as serving engines run them (`inference.native_mtp` reads those whose block is as plain as this one:
+MiMo's, and none with experts, latent attention or gates):
 
     released with       order        normed_state  norm_output
     Qwen3-Next, 3.5     token first  true          true

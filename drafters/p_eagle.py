@@ -36,7 +36,7 @@ from draftsmith.drafters.base import (
     TrainableDrafter,
     TrainingBatch,
 )
-from draftsmith.drafters.eagle3 import MidLayer, check_layers, default_layers
+from draftsmith.drafters.eagle3 import MidLayer, check_ascending, check_layers, default_layers
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.kv import KeyValues, Slots, slots_behind
 from draftsmith.drafters.layers import Attention, DecoderLayer, RMSNorm, norm_each, rotary_tables
@@ -71,8 +71,7 @@ class Config:
             raise ValueError(f"depth is {self.depth}; give 2 or more (one token at a time: eagle3)")
         if self.num_layers < 1:
             raise ValueError(f"num_layers is {self.num_layers}; give 1 or more")
-        if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
-            raise ValueError(f"layers is {list(self.layers)}; give distinct layer ids in ascending order")
+        check_ascending(self.layers)
 
 
 @dataclasses.dataclass(slots=True)
@@ -134,11 +133,7 @@ class Model(TrainableDrafter):
         return out
 
     def _join(self, embedded: Tensor, state: Tensor) -> Joint:
-        """Normalised token first, normalised state behind it: I = 2 D."""
-        normed = self.midlayer.hidden_norm(state)
-        token = self.midlayer.input_layernorm(embedded)
-        joint = torch.cat([token.to(normed.dtype), normed], dim=-1)
-        return joint, normed if self.config.norm_before_residual else state
+        return self.midlayer.join(embedded, state, self.config.norm_before_residual)
 
     def _run(self, joint: Joint, attend: Callable[[int, Attention, Tensor], Tensor]) -> Tensor:
         """All layers: (…, D). `attend` gives a layer's mixed values (…, H E) for its number, attention and attention input."""

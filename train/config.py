@@ -79,7 +79,7 @@ class OptimConfig:
     betas: tuple[float, ...] = (0.9, 0.95)
     """AdamW's."""
     weight_decay: float = 0.0
-    """AdamW's, on matrices only."""
+    """AdamW's and Muon's, on matrices only."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Course of the learning rate behind the warm-up: down to `final` as a cosine or a line, at the peak throughout, or at the peak
     until a line leads down over the last `decay_share` of the steps (warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395)."""

@@ -10,8 +10,8 @@ from draftsmith.train.config import OptimConfig
 
 
 def make_optimizers(drafter: TrainableDrafter, config: OptimConfig) -> list[torch.optim.Optimizer]:
-    """AdamW alone, or Muon (Jordan et al. 2024) for the inner matrices and AdamW for embeddings, heads, norms, biases and what has
-    a pace of its own (a low-rank adapter is only a factor of the matrix that Muon is meant for).
+    """AdamW alone, or Muon (Jordan et al. 2024) for the inner matrices and AdamW for embeddings, heads, norms, biases, single rows
+    and what has a pace of its own (a low-rank adapter is only a factor of the matrix that Muon is meant for).
 
     Each parameter group carries `peak`, the learning rate that the schedule scales, and `start`, where the schedule begins.
     """
@@ -21,7 +21,8 @@ def make_optimizers(drafter: TrainableDrafter, config: OptimConfig) -> list[torc
     for name, parameter in drafter.named_parameters():
         if parameter.requires_grad:
             pace = drafter.pace(name)
-            is_inner = parameter.dim() == 2 and "lm_head" not in name and id(parameter) not in embeddings
+            is_matrix = parameter.dim() == 2 and min(parameter.shape) > 1
+            is_inner = is_matrix and "lm_head" not in name and id(parameter) not in embeddings
             if config.name == "muon" and is_inner and pace == Pace():
                 inner.append(parameter)
             else:

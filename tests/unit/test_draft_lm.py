@@ -232,9 +232,13 @@ def test_the_hardest_tokens_of_each_conversation_are_kept_and_weigh_as_much_as_a
     torch.testing.assert_close(draft_lm.hardest(gap_BT, trained_BT, 1.0), trained_BT.float())
 
 
-def test_with_a_reference_the_loss_is_that_of_the_selected_tokens(toy: SimpleNamespace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("distilled_by", ["kl", "jsd"])
+def test_with_a_reference_the_loss_is_that_of_the_selected_tokens(
+    toy: SimpleNamespace, distilled_by: str, tmp_path: Path
+) -> None:
+    """Both are judged by the draft's own divergence, whatever the reference was distilled by."""
     target = toy.make_target()
-    reference = make(toy, target, layers=[0, 1])
+    reference = make(toy, target, layers=[0, 1], loss={"divergence": distilled_by})
     drafters.save(reference, tmp_path / "reference")
     drafter = toy.make_drafter("draft_lm", target, reference=str(tmp_path / "reference"), keep=0.5)
     drafter.load_state_dict(make(toy, target).state_dict())
@@ -253,7 +257,7 @@ def test_with_a_reference_the_loss_is_that_of_the_selected_tokens(toy: SimpleNam
         STARTS
     )
     parts.sum.backward()
-    assert not any(name.startswith("_judges") for name, _ in drafter.named_parameters())
+    assert not any(name.startswith("_references") for name, _ in drafter.named_parameters())
 
 
 def test_a_reference_that_cannot_judge_is_refused(toy: SimpleNamespace, tmp_path: Path) -> None:
@@ -268,9 +272,12 @@ def test_a_reference_that_cannot_judge_is_refused(toy: SimpleNamespace, tmp_path
 # ---- adapters, folders --------------------------------------------------------------------------------------------
 
 
-def test_adapters_alone_are_trained_and_what_is_saved_has_them_merged(toy: SimpleNamespace, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "matrices"), [("llama", 7), ("gpt2", 4)])
+def test_adapters_alone_are_trained_and_what_is_saved_has_them_merged(
+    toy: SimpleNamespace, family: str, matrices: int, tmp_path: Path
+) -> None:
     pytest.importorskip("peft")
-    target = toy.make_target()
+    target = toy.make_target(family)
     drafter = toy.make_drafter("draft_lm", target, lora_rank=3)
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
     batch = batch_of(target)
@@ -282,7 +289,7 @@ def test_adapters_alone_are_trained_and_what_is_saved_has_them_merged(toy: Simpl
         optimizer.step()
         optimizer.zero_grad()
     changed = {name for name, p in drafter.named_parameters() if not torch.equal(p, before[name])}
-    assert changed == {name for name in before if ".lora_" in name} and len(changed) == 2 * 7
+    assert changed == {name for name in before if ".lora_" in name} and len(changed) == 2 * matrices
     assert bool(drafter(batch).sum < first.sum)
 
     drafters.save(drafter.served(drafter.shape).to(drafter.dtype), tmp_path / "d")

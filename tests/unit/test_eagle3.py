@@ -54,11 +54,12 @@ class Contract:
     """The formulas of one layer with plain vectors; knows the weights by their engine names only."""
 
     def __init__(self, drafter: TrainableDrafter, options: dict[str, bool]) -> None:
-        self.w, self.options, self.shape = drafter.state_dict(), options, drafter.shape
+        self.w = {**drafter.state_dict(), **dict(drafter.named_parameters())}
+        self.options, self.shape = options, drafter.shape
         self.embedding = drafter.target._embedding.weight  # type: ignore[attr-defined]
 
     def rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return weight * x / math.sqrt(float((x * x).sum()) / len(x) + self.shape.rms_norm_eps)
+        return weight * x / torch.sqrt((x * x).sum() / len(x) + self.shape.rms_norm_eps)
 
     def rope(self, x: Tensor, position: int) -> Tensor:
         half = len(x) // 2
@@ -131,6 +132,30 @@ def test_training_forward_equals_the_written_contract(
             for j, expected_D in enumerate(contract.outputs(ids, features_BTF[row], start, depth)):
                 # The rotary tables of the code are fp32: that is the difference that is left.
                 torch.testing.assert_close(outputs[j][row, start], expected_D, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[0], {"fc_norm": True, "norm_output": True}], ids=["EAGLE-3", "EAGLE-3.1"])
+def test_loss_and_gradients_are_those_of_the_written_contract(toy: SimpleNamespace, options: dict[str, bool]) -> None:
+    """-Σ p log q with weights 0.8 ** j, summed over starts, depths and the draft vocabulary; gradients pass through all depths."""
+    drafter: Any = make(toy, draft_vocab_size=40, **options)
+    ids = IDS[:6]
+    batch = FeatureStore(drafter.target, [Sequence(ids, [True] * 6)], drafter.feature_layers).batch([0])
+    parts = drafter(batch)
+    parts.sum.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+
+    drafter.zero_grad()
+    contract = Contract(drafter, options)
+    laws_TV = drafter.target.unembed(batch.last_BTD[0]).softmax(-1).detach()
+    total = torch.zeros((), dtype=torch.float64)
+    for start in range(len(ids) - 2):
+        for j, read_D in enumerate(contract.outputs(ids, batch.features_BTF[0], start, min(3, len(ids) - 3 - start))):
+            logs_W = (drafter.lm_head.weight @ read_D).log_softmax(0)
+            total = total - 0.8**j * laws_TV[start + 1 + j][drafter.token_ids_W] @ logs_W
+    total.backward()
+    torch.testing.assert_close(parts.sum, total, rtol=1e-5, atol=1e-5)
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_thinning_changes_which_starts_run_but_nothing_at_those_that_do(

@@ -118,6 +118,37 @@ def plain_loss(
     return total, alpha_JBT
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"decay": 0.0}, "decay is 0.0; give a value above 0, at most 1"),
+        ({"smoothing": 1.5}, "smoothing is 1.5; give a value from 0 to 1"),
+        ({"top_k": 0}, "top_k must be 1 or more"),
+        ({"divergence": "ce", "top_k_weight": 0.1}, "top_k_weight adds nothing to divergence: ce"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**settings)
+
+
+def test_dpace_s_weights_are_right_on_average_over_which_depths_are_thinned_away() -> None:
+    """Depth m is trained at a share thin ** m of the starts, nested, and weighs thin ** -m there."""
+    thin, overlap_J11 = 0.5, torch.tensor([0.7, 0.4, 0.9], dtype=torch.float64)[:, None, None]
+    everywhere_J11 = torch.ones_like(overlap_J11)
+    full_J = losses._importance(overlap_J11, everywhere_J11, 0.2)[:, 0, 0]
+    mean_J = torch.zeros(3, dtype=torch.float64)
+    for depths in (1, 2, 3):  # how many of them a start keeps
+        chance = thin ** (depths - 1) * (1 - thin if depths < 3 else 1)
+        weight_J11 = (
+            everywhere_J11 * thin ** -torch.arange(3.0)[:, None, None] * (torch.arange(3) < depths)[:, None, None]
+        )
+        kept_J = (weight_J11 > 0)[:, 0, 0]
+        mean_J += chance * losses._importance(overlap_J11, weight_J11, 0.2)[:, 0, 0] * kept_J
+    torch.testing.assert_close(mean_J, full_J, rtol=1e-12, atol=0)
+
+
 CONFIGS = [
     *(LossConfig(divergence=name, decay=0.75) for name in typing.get_args(Name)),
     LossConfig(top_k_weight=0.7, top_k=3),

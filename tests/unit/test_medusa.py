@@ -95,6 +95,35 @@ def test_training_and_drafting_equal_the_written_contract(
         assert len(seen["heads"]) == 1 and not seen["heads"][0].requires_grad
 
 
+@pytest.mark.parametrize("settings", HEADS, ids=str)
+def test_loss_and_gradients_are_those_of_the_written_contract(toy: SimpleNamespace, settings: dict[str, Any]) -> None:
+    """-Σ p log q with weights 0.8 ** k, summed over positions, heads and the draft vocabulary."""
+    drafter: Any = make(toy, random=True, num_layers=2, num_heads=3, **settings)
+    ids = [5, 9, 3, 14, 8, 33]
+    batch = FeatureStore(drafter.target, [Sequence(ids, [True] * 6)], ("last",)).batch([0])
+    parts = drafter(batch)
+    parts.sum.backward()
+    weights = dict(drafter.named_parameters())
+    gradients = {name: parameter.grad.clone() for name, parameter in weights.items()}
+
+    drafter.zero_grad()
+    kept = slice(None) if drafter.token_ids_W is None else drafter.token_ids_W
+    laws_TV = drafter.target.unembed(batch.last_BTD[0]).softmax(-1).detach()
+    total = torch.zeros((), dtype=torch.float64)
+    for k in range(3):
+        for position in range(len(ids) - 2 - k):
+            z = batch.last_BTD[0, position]
+            for i in range(2):
+                x = weights[f"blocks.{k}.{i}.linear.weight"] @ z + weights[f"blocks.{k}.{i}.linear.bias"]
+                z = z + x / (1 + torch.exp(-x))
+            head_WD = weights[f"lm_heads.{k}.weight"] if settings["own_head"] else drafter.target.head_weight()[kept]
+            total = total - 0.8**k * laws_TV[position + 1 + k][kept] @ (head_WD @ z).log_softmax(0)
+    total.backward()
+    torch.testing.assert_close(parts.sum, total, rtol=1e-9, atol=1e-9)
+    for name, parameter in weights.items():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-8, atol=1e-9, msg=name)
+
+
 def test_a_reduced_vocabulary_keeps_the_frequent_tokens_rows_of_the_head(toy: SimpleNamespace) -> None:
     target = toy.make_target()
     counts_V = torch.zeros(toy.VOCAB, dtype=torch.int64)

@@ -11,7 +11,7 @@ import torch
 from draftsmith import drafters
 from draftsmith.train.average import Average
 from draftsmith.train.config import OptimConfig, RunConfig, read
-from draftsmith.train.optim import schedule
+from draftsmith.train.optim import make_optimizers, schedule
 
 STEPS, FINAL = 200, 0.25
 # Warm-up over the first 20 of 200 steps; wsd falls over the last 50.
@@ -51,6 +51,42 @@ def run_config(folder: Path, kind: str, toy: SimpleNamespace) -> RunConfig:
     file = folder / "run.yaml"
     file.write_text("output: o\ntarget: {path: t}\ndata: {train: [a]}\neval: {prompts: p}\n")
     return read(file, [f"drafter={ {'kind': kind, **toy.KIND_SETTINGS.get(kind, {})} }"])
+
+
+def test_muon_takes_the_inner_matrices_and_adamw_the_rest_and_only_matrices_decay(toy: SimpleNamespace) -> None:
+    """Of a kind that has everything: matrices, norms, a bias, vectors, embeddings, head rows and a head of a single row."""
+    settings = {"confidence_weight": 0.5, "markov_rank": 4, "own_head": True}
+    drafter = toy.make_drafter("dflash", toy.make_target(dtype=torch.float32), **settings)
+    config = OptimConfig(name="muon", learning_rate=1e-3, muon_learning_rate=1e-2, weight_decay=0.1)
+    names = {id(parameter): name for name, parameter in drafter.named_parameters()}
+    found = {
+        names[id(parameter)]: (type(optimizer).__name__, group["weight_decay"], group["peak"])
+        for optimizer in make_optimizers(drafter, config)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert found.keys() == set(names.values())
+    for name, parameter in drafter.named_parameters():
+        inner = name == "fc.weight" or (name.startswith("layers.") and parameter.dim() == 2)
+        if inner:
+            assert found[name] == ("Muon", 0.1, 1e-2), name
+        else:
+            assert found[name] == ("AdamW", 0.1 if parameter.dim() == 2 else 0.0, 1e-3), name
+
+
+def test_muon_s_steps_are_as_large_as_adamw_s_are_taken_to_be(toy: SimpleNamespace) -> None:
+    """Each matrix moves by 0.2 times the rate (root mean square; Liu et al. 2025), whatever its shape and the gradient's size."""
+    drafter = toy.make_drafter("eagle3", toy.make_target(dtype=torch.float32))
+    _, muon = make_optimizers(drafter, OptimConfig(name="muon", muon_learning_rate=1e-2))
+    parameters = muon.param_groups[0]["params"]
+    before = [parameter.detach().clone() for parameter in parameters]
+    generator = torch.Generator().manual_seed(0)
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * 10.0 ** (number - 3)
+    muon.step()
+    assert len({tuple(parameter.shape) for parameter in parameters}) >= 3
+    for parameter, old in zip(parameters, before, strict=True):
+        assert float((parameter.detach() - old).square().mean().sqrt()) == pytest.approx(0.2e-2, rel=0.2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
