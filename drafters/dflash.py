@@ -42,8 +42,8 @@ from draftsmith.drafters.base import (
 )
 from draftsmith.drafters.eagle3 import check_ascending, check_layers
 from draftsmith.drafters.grow import Frontier, grow
-from draftsmith.drafters.kv import KeyValues, Slots, slots_behind
-from draftsmith.drafters.layers import MLP, Attention, RMSNorm, rotary_tables
+from draftsmith.drafters.kv import KeyValues, Slots, slots_behind, with_rows
+from draftsmith.drafters.layers import Attention, Block, RMSNorm, rotary_tables
 from draftsmith.drafters.losses import Distilled, LossConfig, distill
 from draftsmith.drafters.starts import Starts
 from draftsmith.drafters.tree import Plan
@@ -101,22 +101,17 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values of block entries (n, Q, heads, E) to what they have read, (n, Q, heads * E)."""
 
 
-class Layer(nn.Module):
+class Layer(Block):
     """A decoder layer in pre-norm form; its caller says what its entries see besides themselves."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.self_attn = Attention(shape)
-        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+        super().__init__(shape)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, x_nQD: Tensor, tables: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         normed_nQD = self.input_layernorm(x_nQD)
         read_nQX = attend(self.self_attn.queries(normed_nQD, tables), *self.self_attn.keys(normed_nQD, tables))
-        x_nQD = x_nQD + self.self_attn.o_proj(read_nQX)
-        out: Tensor = x_nQD + self.mlp(self.post_attention_layernorm(x_nQD))
-        return out
+        return self.add_mlp(x_nQD + self.self_attn.o_proj(read_nQX))
 
 
 class Markov(nn.Module):
@@ -313,9 +308,7 @@ class Model(TrainableDrafter):
     def replace(self, state: State, rows_B: Tensor, other: State) -> State:
         for cache, theirs in zip(state.caches, other.caches, strict=True):
             cache.replace(rows_B, theirs)
-        lengths = list(state.lengths)
-        for row, length in zip(rows_B.tolist(), other.lengths, strict=True):
-            lengths[row] = length
+        lengths = with_rows(state.lengths, rows_B, other.lengths)
         return State(state.caches, lengths, state.root_B.index_copy(0, rows_B, other.root_B))
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import LossParts, Shape, TargetHead, TrainingBatch
-from draftsmith.drafters.layers import MLP, Attention, RMSNorm
+from draftsmith.drafters.layers import Attention, Block
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.recurrent import RecurrentDrafter
 from draftsmith.drafters.starts import Starts, element_numbers, trained_starts
@@ -63,16 +63,6 @@ class Config:
             raise ValueError("loss_weight and regression_weight are both 0, so nothing is trained; raise one of them")
 
 
-class Layer(nn.Module):
-    """Llama's decoder layer without its first norm."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.self_attn = Attention(shape)
-        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-
-
 class Model(RecurrentDrafter):
     """The EAGLE-1 head; its arithmetic and names are those that serving engines load."""
 
@@ -85,7 +75,7 @@ class Model(RecurrentDrafter):
         self.config, self.shape = config, shape
         self.training_depth = config.steps
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=config.fc_bias)
-        self.layers = nn.ModuleList([Layer(shape)])
+        self.layers = nn.ModuleList([Block(shape)])
         vocab = draft_vocab_size(config.draft_vocab_size, shape)
         self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
 
@@ -124,8 +114,8 @@ class Model(RecurrentDrafter):
     # ---- how the layer is put together -------------------------------------------------------------------------------
 
     @property
-    def layer(self) -> Layer:
-        layer: Layer = self.layers[0]  # type: ignore[assignment]
+    def layer(self) -> Block:
+        layer: Block = self.layers[0]  # type: ignore[assignment]
         return layer
 
     @property
@@ -141,7 +131,7 @@ class Model(RecurrentDrafter):
         return joint, joint
 
     def finish(self, attended: Tensor) -> tuple[Tensor, Tensor]:
-        output = attended + self.layer.mlp(self.layer.post_attention_layernorm(attended))
+        output = self.layer.add_mlp(attended)
         return output, output
 
     def feed(self, output: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import LayerId, LossParts, Shape, TargetHead, TrainingBatch
-from draftsmith.drafters.layers import MLP, Attention, RMSNorm, norm_each
+from draftsmith.drafters.layers import Attention, Block, RMSNorm, norm_each
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.recurrent import RecurrentDrafter
 from draftsmith.drafters.starts import trained_starts
@@ -56,14 +56,13 @@ class Config:
         check_ascending(self.layers)
 
 
-class MidLayer(nn.Module):
+class MidLayer(Block):
+    """EAGLE-3's decoder layer: its attention reads token and state side by side."""
+
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.self_attn = Attention(shape, 2 * shape.hidden_size)
-        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+        super().__init__(shape, 2 * shape.hidden_size)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def join(self, embedded: Tensor, state: Tensor, norm_before_residual: bool) -> tuple[Tensor, Tensor]:
         """Normalised token first, normalised state behind it: attention input (…, 2 D); and the residual (…, D)."""
@@ -133,7 +132,7 @@ class Model(RecurrentDrafter):
         return self.midlayer.join(embedded, state, self.config.norm_before_residual)
 
     def finish(self, attended: Tensor) -> tuple[Tensor, Tensor]:
-        output = attended + self.midlayer.mlp(self.midlayer.post_attention_layernorm(attended))
+        output = self.midlayer.add_mlp(attended)
         return output, self.norm(output)
 
     def feed(self, output: Tensor) -> Tensor:

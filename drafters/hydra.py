@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.base import LossParts, Pick, Proposal, Shape, TargetHead, TrainableDrafter, TrainingBatch
 from draftsmith.drafters.grow import Frontier, grow
-from draftsmith.drafters.kv import KeyValues, slots_behind
+from draftsmith.drafters.kv import KeyValues, slots_behind, with_rows
 from draftsmith.drafters.layers import DecoderLayer, ResidualBlock
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.regression import later_states
@@ -197,8 +197,6 @@ class Model(TrainableDrafter):
     def replace(self, state: State, rows_B: Tensor, other: State) -> State:
         if state.cache is not None and other.cache is not None:
             state.cache.replace(rows_B, other.cache)
-        lengths = list(state.lengths)
-        for row, length in zip(rows_B.tolist(), other.lengths, strict=True):
-            lengths[row] = length
+        lengths = with_rows(state.lengths, rows_B, other.lengths)
         hidden_BD = state.hidden_BD.index_copy(0, rows_B, other.hidden_BD)
         return State(hidden_BD, state.root_B.index_copy(0, rows_B, other.root_B), lengths, state.cache)

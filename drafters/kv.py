@@ -36,6 +36,12 @@ def slots_behind(lengths: list[int], num_new: int, device: torch.device) -> Slot
     return Slots(lengths[0] if same else None, index_BR, max(lengths) + num_new)
 
 
+def with_rows(lengths: list[int], rows_B: Tensor, others: list[int]) -> list[int]:
+    """The lengths after rows B have been replaced by others."""
+    replaced = dict(zip(rows_B.tolist(), others, strict=True))
+    return [replaced.get(row, length) for row, length in enumerate(lengths)]
+
+
 class KeyValues:
     """Keys and values (B, H, S, E) of one layer."""
 

@@ -94,16 +94,28 @@ class MLP(nn.Module):
         return out
 
 
-class DecoderLayer(nn.Module):
+class Block(nn.Module):
+    """The parts of Llama's decoder layer behind its first norm, which kinds place differently; arguments as of `Attention`."""
+
+    def __init__(self, shape: Shape, input_width: int | None = None, bias: bool = False) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape, input_width, bias)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def add_mlp(self, attended: Tensor) -> Tensor:
+        """The layer's output from its residual plus attention."""
+        out: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
+        return out
+
+
+class DecoderLayer(Block):
     """Llama's decoder layer over consecutive tokens: x + attention(norm x), and that plus its MLP behind a norm; causal."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
+        super().__init__(shape)
         self.rope_theta = shape.rope_theta
-        self.self_attn = Attention(shape)
-        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, x_BRD: Tensor, cache: KeyValues | None = None, slots: Slots | None = None) -> Tensor:
         """The layer's output (B, R, D).
@@ -123,9 +135,7 @@ class DecoderLayer(nn.Module):
         if cache is not None and slots is not None:
             key, value = cache.write(key, value, slots)
         mixed = self.self_attn.mix(self.self_attn.queries(normed, tables), key, value, slot_S <= position_BR[..., None])
-        attended = x_BRD + self.self_attn.o_proj(mixed)
-        out: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
-        return out
+        return self.add_mlp(x_BRD + self.self_attn.o_proj(mixed))
 
 
 class ResidualBlock(nn.Module):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import LayerId, LossParts, Shape, TargetHead, TrainingBatch
-from draftsmith.drafters.layers import MLP, Attention, RMSNorm
+from draftsmith.drafters.layers import Attention, Block, RMSNorm
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.recurrent import RecurrentDrafter
 from draftsmith.drafters.starts import trained_starts
@@ -61,15 +61,12 @@ class Config:
             raise ValueError(f"steps is {self.steps}; give 1 or more")
 
 
-class Block(nn.Module):
+class Layer(Block):
     """A Llama decoder layer, in pieces."""
 
     def __init__(self, shape: Shape, bias: bool) -> None:
-        super().__init__()
+        super().__init__(shape, bias=bias)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, bias=bias)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
 
 
 class Model(RecurrentDrafter):
@@ -87,7 +84,7 @@ class Model(RecurrentDrafter):
         self.state_norm = RMSNorm(width, shape.rms_norm_eps)
         self.token_norm = RMSNorm(width, shape.rms_norm_eps)
         self.proj = nn.Linear(2 * width, width, bias=False)
-        self.block = Block(shape, config.attention_bias)
+        self.block = Layer(shape, config.attention_bias)
         self.norm = RMSNorm(width, shape.rms_norm_eps)
         if config.own_head:
             self.lm_head = nn.Linear(width, vocab, bias=False)
@@ -132,7 +129,7 @@ class Model(RecurrentDrafter):
         return self.block.input_layernorm(residual), residual
 
     def finish(self, attended: Tensor) -> tuple[Tensor, Tensor]:
-        output = attended + self.block.mlp(self.block.post_attention_layernorm(attended))
+        output = self.block.add_mlp(attended)
         return output, self.norm(output)
 
     def feed(self, output: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from draftsmith.drafters.base import (
 )
 from draftsmith.drafters.eagle3 import MidLayer, check_ascending, check_layers, default_layers
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.kv import KeyValues, Slots, slots_behind
+from draftsmith.drafters.kv import KeyValues, Slots, slots_behind, with_rows
 from draftsmith.drafters.layers import Attention, DecoderLayer, RMSNorm, norm_each, rotary_tables
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.starts import Starts, trained_starts
@@ -141,8 +141,7 @@ class Model(TrainableDrafter):
         for number, layer in enumerate((self.midlayer, *self.layers)):
             if number > 0:
                 reads = layer.input_layernorm(residual)
-            attended = residual + layer.self_attn.o_proj(attend(number, layer.self_attn, reads))
-            residual = attended + layer.mlp(layer.post_attention_layernorm(attended))
+            residual = layer.add_mlp(residual + layer.self_attn.o_proj(attend(number, layer.self_attn, reads)))
         return residual
 
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,9 +245,7 @@ class Model(TrainableDrafter):
     def replace(self, state: State, rows_B: Tensor, other: State) -> State:
         for cache, new in zip(state.caches, other.caches, strict=True):
             cache.replace(rows_B, new)
-        lengths = list(state.lengths)
-        for row, length in zip(rows_B.tolist(), other.lengths, strict=True):
-            lengths[row] = length
+        lengths = with_rows(state.lengths, rows_B, other.lengths)
         return State(state.caches, lengths, state.hidden_BKD.index_copy(0, rows_B, other.hidden_BKD))
 
 

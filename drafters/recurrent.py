@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Pick, Proposal, TrainableDrafter, TrainingBatch
 from draftsmith.drafters.grow import Frontier, grow, seen_slots
-from draftsmith.drafters.kv import KeyValues, slots_behind
+from draftsmith.drafters.kv import KeyValues, slots_behind, with_rows
 from draftsmith.drafters.layers import Attention, rotary_tables
 from draftsmith.drafters.starts import Starts
 from draftsmith.drafters.tree import Plan
@@ -180,9 +180,7 @@ class RecurrentDrafter(TrainableDrafter):
 
     def replace(self, state: State, rows_B: Tensor, other: State) -> State:
         state.cache.replace(rows_B, other.cache)
-        lengths = list(state.lengths)
-        for row, length in zip(rows_B.tolist(), other.lengths, strict=True):
-            lengths[row] = length
+        lengths = with_rows(state.lengths, rows_B, other.lengths)
         return State(state.cache, lengths, state.output_BD.index_copy(0, rows_B, other.output_BD))
 
     def _step(
