@@ -180,6 +180,7 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="for acceptance (default 32)")
     parser.add_argument("--speed-prompts", type=int, default=8, metavar="N", help="for speed at batch 1; 0 for none")
     parser.add_argument("--speed-k", type=_integers, default=(), metavar="K[,K]", help="tried for speed alone")
+    parser.add_argument("--speed-tree", action="append", default=[], metavar="PLAN", help="a tree, for speed alone")
     parser.add_argument(
         "--speed-temperatures", type=_numbers, default=None, metavar="T[,T]", help="measure speed at these only"
     )
@@ -200,15 +201,19 @@ def _eval(options: argparse.Namespace) -> None:
     from draftsmith.scripts.tables import eval_table
 
     _positive(options, "max_new", "batch_size", "repeats", "speed_max_new", "num_prompts")
-    if options.speed_prompts < (1 if options.speed_k else 0):
-        raise ValueError(f"--speed-prompts is {options.speed_prompts}; give 0 or more, and at least 1 with --speed-k")
+    speed_plans = [*map(chain, options.speed_k), *map(parse_plan, options.speed_tree)]
+    if options.speed_prompts < bool(speed_plans):
+        raise ValueError(
+            f"--speed-prompts is {options.speed_prompts}; give 0 or more, and at least 1 with --speed-k or --speed-tree"
+        )
     plans = [
         *map(chain, options.k if options.k is not None else () if options.tree else (5,)),
         *map(parse_plan, options.tree),
     ]
-    speed_plans = [*map(chain, options.speed_k)]
     if set(speed_plans) & set(plans):
-        raise ValueError("--speed-k repeats a draft length of --k, whose speed is measured anyway; leave it out")
+        raise ValueError(
+            "--speed-k or --speed-tree repeats what --k or --tree has, whose speed is measured anyway; leave it out"
+        )
     conversations = read_conversations(options.prompts)
     if options.num_prompts is not None:
         conversations = [conversations[i] for i in spread(len(conversations), options.num_prompts)]

@@ -23,7 +23,7 @@ step "3/4  measure both on held-out prompts"
 if [ ! -e "$runs/eagle3/eval.json" ] || [ ! -e "$runs/medusa/eval.json" ]; then
   draftsmith eval "$runs/eagle3" "$runs/medusa" --target .cache/smollm2 --prompts configs/prompts/heldout.jsonl \
     --num-prompts 32 --max-new 128 --k 5 --temperature 0,1 \
-    --speed-k 2 --speed-prompts 8 --speed-max-new 48 --speed-temperatures 0 \
+    --speed-k 2 --speed-tree dynamic:12,4 --speed-prompts 8 --speed-max-new 48 --speed-temperatures 0 \
     --json "$runs/eagle3/eval.json" --json "$runs/medusa/eval.json"
 fi
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draftsmith.scripts.tables import describe_adapted
+from draftsmith.scripts.tables import describe_adapted, plan_label
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def summary(runs: list[Path]) -> str:
     depth = max(r["k"] for report in reports.values() for r in report["results"] if not r["speed_only"])
     header = (
         f"drafter | size | trained in | T | tau at K = {depth} | accepted given the one before | "
-        "fastest K | tokens/s plain | tokens/s speculative | speed-up"
+        "fastest K or tree | tokens/s plain | tokens/s speculative | speed-up"
     )
     lines = [f"| {header} |", "|" + " --- |" * (header.count("|") + 1)]
     for run, report in reports.items():
@@ -50,7 +50,7 @@ def summary(runs: list[Path]) -> str:
                 cells += ["-"] * 4
             else:
                 rates = [f"{fast[name]:.1f}" for name in ("plain_tokens_per_second", "tokens_per_second")]
-                cells += [str(fast["k"]), *rates, interval(fast["speedup"])]
+                cells += [plan_label(fast), *rates, interval(fast["speedup"])]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *footnotes([*reports.values()])])
 

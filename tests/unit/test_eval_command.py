@@ -10,13 +10,15 @@ from draftsmith import drafters
 from draftsmith.inference.target import load
 from draftsmith.scripts.main import main
 
+KINDS = ("medusa", "eagle3")
+
 
 @pytest.fixture(scope="module")
 def folder(toy: SimpleNamespace, toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two drafters and a prompt file."""
     folder = tmp_path_factory.mktemp("eval")
     target = load(toy_folder)
-    for kind in ("medusa", "eagle3"):
+    for kind in KINDS:
         drafters.save(toy.make_drafter(kind, target, draft_vocab_size=100), folder / kind)
     (folder / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
     return folder
@@ -25,7 +27,7 @@ def folder(toy: SimpleNamespace, toy_folder: Path, tmp_path_factory: pytest.Temp
 def arguments(folder: Path, toy_folder: Path, *names: str) -> list[str]:
     where = ["--target", str(toy_folder), "--prompts", str(folder / "prompts.jsonl"), "--dtype", "float32"]
     small = ["--k", "2", "--max-new", "5", "--speed-prompts", "1", "--device", "cpu"]
-    return ["eval", *(str(folder / name) for name in names), *where, *small]
+    return ["eval", *(str(folder / name) if name in KINDS else name for name in names), *where, *small]
 
 
 def test_each_drafter_gets_its_own_report_and_table(
@@ -54,6 +56,7 @@ def test_options_may_come_before_the_drafter(folder: Path, toy_folder: Path, tmp
         (("medusa", "eagle3"), ("a.json", "./a.json"), "given twice"),
         (("medusa", "medusa"), ("a.json", "b.json"), "given twice"),
         (("medusa",), ("nowhere/a.json",), "does not exist; create it first"),
+        (("medusa", "--speed-tree", "wide:1,1"), (), "--speed-tree repeats what --k or --tree has"),
     ],
 )
 def test_a_mistake_is_noticed_before_anything_is_measured(

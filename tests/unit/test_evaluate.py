@@ -200,14 +200,14 @@ def test_tables_say_on_how_many_prompts_a_number_rests(toy: SimpleNamespace, tar
         plans=(tree.chain(1),),
         temperatures=(0.0, 1.0),
         max_new=6,
-        speed_plans=(tree.chain(3),),
+        speed_plans=(tree.chain(3), tree.parse_plan("dynamic:6,2,4")),
         speed_temperatures=(0.0,),
     )
     settings = dataclasses.replace(settings, speed_prompts=1, speed_max_new=5)
     report = evaluate(target, {"it": drafter}, CONVERSATIONS, settings, say=lambda line: None)["it"]
     printed = eval_table(report)
     assert "3 prompts" in printed and "1 of the prompts, up to 5 tokens each" in printed
-    assert printed.count("on the speed prompts") == 1 and printed.count("outputs identical") == 2
+    assert printed.count("on the speed prompts") == 2 and printed.count("outputs identical") == 2
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "eval.json").write_text(json.dumps(report))
@@ -215,6 +215,8 @@ def test_tables_say_on_how_many_prompts_a_number_rests(toy: SimpleNamespace, tar
     greedy, sampled = [line for line in summary([tmp_path / "run"]).splitlines() if line.startswith("| run")]
     deep = report["results"][0]["tokens_per_round"]["value"]
     assert f"| {deep:.2f} [" in greedy  # of all prompts at K = 1, not of the speed prompts at K = 3
+    fastest = max((r for r in report["results"] if "speedup" in r), key=lambda r: r["speedup"]["value"])
+    assert f"| {fastest['plan']} | {fastest['plain_tokens_per_second']:.1f} |" in greedy
     assert sampled.endswith("| - | - | - | - |")
 
 
