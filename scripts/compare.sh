@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Every kind on the same target, answers and budget: trained for MINUTES each, then measured together on held-out prompts.
+# Every kind on the same target, answers and budget: trained for MINUTES each, then measured together on 48 held-out prompts.
 # The answers are the bundled ones and a third part, drawn at temperature 1 and made here once: 662 thousand tokens together.
-# Interrupted, it continues where it was. About 25 minutes of preparation and MINUTES plus a few for each kind on two cores.
+# Interrupted, it continues with the first run that is not finished. About 25 minutes of preparation, MINUTES for each kind, and
+# 45 minutes of measuring on two cores.
 #   scripts/compare.sh OUT.md [MINUTES] [KIND ...]        for example: scripts/compare.sh table.md 30 eagle3 medusa
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,4 +22,5 @@ same=(data.train="[configs/answers/smollm2_greedy.jsonl,configs/answers/smollm2_
 # The draft LM before it is distilled: one step that changes nothing.
 draftsmith train configs/draft_lm_smollm2.yaml output="$runs/undistilled" loop.epochs=0.001 optim.learning_rate=1e-12 "${same[@]}"
 draftsmith train "${configs[@]/#/configs/}" output="$runs/{kind}" loop.max_minutes="$minutes" loop.epochs=100 "${same[@]}" \
-  --beside "$runs/undistilled" --beside ngram --beside suffix --table "$out" --eval-prompts configs/prompts/heldout.jsonl
+  --beside "$runs/undistilled" --beside ngram --beside suffix --table "$out" --eval-prompts configs/prompts/heldout.jsonl \
+  --eval-num-prompts 48
