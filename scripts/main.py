@@ -202,7 +202,7 @@ def _eval(options: argparse.Namespace) -> None:
 
     _positive(options, "max_new", "batch_size", "repeats", "speed_max_new", "num_prompts")
     speed_plans = [*map(chain, options.speed_k), *map(parse_plan, options.speed_tree)]
-    if options.speed_prompts < bool(speed_plans):
+    if options.speed_prompts < (1 if speed_plans else 0):
         raise ValueError(
             f"--speed-prompts is {options.speed_prompts}; give 0 or more, and at least 1 with --speed-k or --speed-tree"
         )
