@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Every kind on the same target, answers and budget: trained for MINUTES each, then measured together on 48 held-out prompts.
-# The answers are the bundled ones and a third part, drawn at temperature 1 and made here once: 662 thousand tokens together.
+# The answers are the bundled ones and a third part, drawn at temperature 1 and made here once: 663 thousand tokens together.
 # Interrupted, it continues with the first run that is not finished. About 25 minutes of preparation, MINUTES for each kind, and
-# 45 minutes of measuring on two cores.
+# up to an hour and a half of measuring on two cores; a kill while it measures begins the measurement again.
 #   scripts/compare.sh OUT.md [MINUTES] [KIND ...]        for example: scripts/compare.sh table.md 30 eagle3 medusa
 set -euo pipefail
 cd "$(dirname "$0")/.."
