@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to two trained drafters with measured acceptance and speed, on a CPU, without a model hub.
-# Interrupted, it continues where it was. About 14 minutes on two cores after the downloads.
+# Interrupted, it continues where it was. 14 to 23 minutes on two cores after the downloads.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh
