@@ -10,7 +10,6 @@ F feature width, V target vocabulary, W draft vocabulary.
 
 import abc
 import dataclasses
-import hashlib
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -211,10 +210,12 @@ class TrainingBatch:
         ids_BT: int64.
         loss_mask_BT: bool, True where the target itself would have generated the token; False on padding.
         features_BTF: the layers that the drafter asked for; "last" included if it did.
-        last_BTD: the target's state after the final norm, from which the teacher's logits follow.
+        last_BTD: the target's state after the final norm, from which the teacher's logits follow; of width 0 where they are given.
         log_normaliser_BT: fp32, log-sum-exp of the teacher's logits over the whole vocabulary.
         argmax_BT: int64, the teacher's most likely next token.
         epoch: which pass over the data this is; thinned depths choose other starts in each.
+        top_ids_BTk: int32, the k tokens that alone have a probability for the teacher; None if all have.
+        top_logits_BTk: their logits, in the target's dtype.
     """
 
     ids_BT: Tensor
@@ -224,6 +225,8 @@ class TrainingBatch:
     log_normaliser_BT: Tensor
     argmax_BT: Tensor
     epoch: int = 0
+    top_ids_BTk: Tensor | None = None
+    top_logits_BTk: Tensor | None = None
 
 
 class Pace(NamedTuple):
@@ -326,10 +329,3 @@ class TrainableDrafter(nn.Module, Drafter):
             raise ValueError(
                 f"this drafter was made for another target ({differences}); give the target it was made for"
             )
-
-
-def vocabulary_hash(draft_to_target_W: Tensor | None) -> str:
-    """Names a draft vocabulary in reports, "full" if it is the target's."""
-    if draft_to_target_W is None:
-        return "full"
-    return hashlib.sha256(draft_to_target_W.cpu().to(torch.int64).numpy().tobytes()).hexdigest()[:12]

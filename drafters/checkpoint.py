@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.drafters.base import Drafter, Shape, TrainableDrafter
 from draftsmith.drafters.settings import parse
-from draftsmith.drafters.vocabulary import check_offsets
+from draftsmith.drafters.vocabulary import check_hash, check_offsets, vocabulary_hash
 
 FORMAT = "draftsmith-1"
 
@@ -42,6 +42,7 @@ def save(drafter: TrainableDrafter, folder: str | Path) -> None:
         "kind": kind_of(drafter),
         "config": dataclasses.asdict(drafter.config),
         "shape": dataclasses.asdict(drafter.shape),
+        "vocabulary_hash": vocabulary_hash(drafter.token_ids_W),
     }
     (temporary / "config.json").write_text(json.dumps(record, indent=2) + "\n")
     state = {name: tensor.detach().contiguous().cpu() for name, tensor in drafter.state_dict().items()}
@@ -100,6 +101,11 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
         state = safetensors.torch.load_file(weights_file, device=str(device))
     except Exception as error:  # safetensors raises its own undocumented types on damaged files
         raise ValueError(f"{weights_file} cannot be read ({error}); it is damaged: restore or train again") from error
+    if "d2t" in drafter.state_dict() and "d2t" not in state:
+        raise ValueError(
+            f"{weights_file} lacks d2t, the map of the draft vocabulary, so its head's rows mean nothing; restore the file that "
+            "training wrote, or train again"
+        )
     try:
         drafter.load_state_dict(state, assign=True)
     except RuntimeError as error:
@@ -107,6 +113,20 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
         raise ValueError(f"{weights_file} does not fit {config_file}: {detail}") from error
     if "d2t" in state:
         check_offsets(state["d2t"], shape.vocab_size)
+        check_vocabulary(drafter, record.get("vocabulary_hash"), weights_file)
     drafter.to(device=device, dtype=dtype)
     drafter.requires_grad_(False)
     return drafter.eval()
+
+
+def check_vocabulary(drafter: TrainableDrafter, expected: Any, weights_file: Path) -> None:
+    """ValueError unless the map is the one that the config names (drafters saved before it did have none) and agrees with EAGLE-3's
+    `t2d`, which says the same the other way round."""
+    ids_W, state = drafter.token_ids_W, drafter.state_dict()
+    if expected is not None:
+        mend = "put the model.safetensors and the config.json of one and the same drafter together, or train again"
+        check_hash(vocabulary_hash(ids_W), str(expected), str(weights_file), mend)
+    if ids_W is not None and "t2d" in state and state["t2d"].nonzero()[:, 0].tolist() != ids_W.tolist():
+        raise ValueError(
+            f"{weights_file}: d2t and t2d name different draft vocabularies; it is damaged: restore or train again"
+        )

@@ -1,7 +1,8 @@
 """How far a draft law q is from the target's law p, with the gradient towards the draft's logits: one small family for all kinds.
 
-p is normalised over the *whole* target vocabulary and given inside the draft vocabulary only, where its mass may be below 1: what
-lies outside is a miss that nothing can mend, never renormalised away. α = Σ min(p, q) is the chance that the ratio test accepts.
+p is normalised over the *whole* target vocabulary and given inside the draft vocabulary only (and there, if so chosen, on its k
+likeliest tokens), where its mass may be below 1: what lies outside is a miss that nothing can mend, never renormalised away.
+α = Σ min(p, q) is the chance that the ratio test accepts.
 
 - kl: -Σ p log q, forward KL up to the target's entropy (EAGLE-3, Li et al. 2025, arXiv 2503.01840)
 - ce: the same towards the target's most likely token alone

@@ -59,19 +59,23 @@ class KeyValues:
                 buffer[:, :, slots.start : slots.start + new.shape[2]] = new
             else:
                 rows_B1 = torch.arange(len(new), device=new.device)[:, None]
-                buffer[rows_B1, :, slots.index_BR] = new.transpose(1, 2)
+                buffer[rows_B1, :, slots.index_BR.to(new.device)] = new.transpose(1, 2)
         return self.keys_BHSE[:, :, : slots.extent], self.values_BHSE[:, :, : slots.extent]
 
     def move(self, source_BA: Tensor, destination_BA: Tensor) -> None:
         """Copies A entries per row from slots `source_BA` to `destination_BA` (both int64), reading all before writing."""
-        rows_B1 = torch.arange(len(source_BA), device=source_BA.device)[:, None]
+        device = self.keys_BHSE.device  # a model's layers may lie on several
+        source_BA, destination_BA = source_BA.to(device), destination_BA.to(device)
+        rows_B1 = torch.arange(len(source_BA), device=device)[:, None]
         for buffer in (self.keys_BHSE, self.values_BHSE):
             buffer[rows_B1, :, destination_BA] = buffer[rows_B1, :, source_BA]
 
     def replace(self, rows_B: Tensor, other: "KeyValues") -> None:
         """Overwrites the given batch rows with those of `other`."""
+        rows_B = rows_B.to(self.keys_BHSE.device)
         self.keys_BHSE[rows_B], self.values_BHSE[rows_B] = other.keys_BHSE, other.values_BHSE
 
     def select(self, rows_B: Tensor) -> None:
         """Keeps only the given batch rows."""
+        rows_B = rows_B.to(self.keys_BHSE.device)
         self.keys_BHSE, self.values_BHSE = self.keys_BHSE[rows_B], self.values_BHSE[rows_B]

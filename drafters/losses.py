@@ -124,7 +124,7 @@ def distill(
         head_VD if draft_to_target_W is None else head_VD[draft_to_target_W],
         target.adjust_logits,
         _draft_ids(argmax_n, draft_to_target_W),
-        config.divergence == "ce",
+        _few_tokens(batch, rows_n, columns_n, draft_to_target_W, config.divergence == "ce"),
         adjust_draft,
     )
     diverge = divergences.choose(config.divergence, config.eta, config.top_k, config.top_k_weight)
@@ -179,12 +179,25 @@ def summarise(sums: dict[str, Tensor]) -> dict[str, float]:
     return out
 
 
-def _draft_ids(target_ids_n: Tensor, draft_to_target_W: Tensor | None) -> Tensor:
+def _draft_ids(target_ids: Tensor, draft_to_target_W: Tensor | None) -> Tensor:
     """Draft id of each target id, -1 where the draft vocabulary lacks it (the map is ascending)."""
     if draft_to_target_W is None:
-        return target_ids_n
-    index_n = torch.searchsorted(draft_to_target_W, target_ids_n).clamp_max(len(draft_to_target_W) - 1)
-    return torch.where(draft_to_target_W[index_n] == target_ids_n, index_n, -1)
+        return target_ids
+    index = torch.searchsorted(draft_to_target_W, target_ids).clamp_max(len(draft_to_target_W) - 1)
+    return torch.where(draft_to_target_W[index] == target_ids, index, -1)
+
+
+def _few_tokens(
+    batch: TrainingBatch, rows_n: Tensor, columns_n: Tensor, draft_to_target_W: Tensor | None, hard: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Draft ids and log-probabilities (n, k) of the only tokens that the target's law is on; None if it is on all."""
+    if hard:
+        ids_nk = batch.argmax_BT[rows_n, columns_n, None]
+        return _draft_ids(ids_nk, draft_to_target_W), torch.zeros_like(ids_nk, dtype=batch.log_normaliser_BT.dtype)
+    if batch.top_ids_BTk is None or batch.top_logits_BTk is None:
+        return None
+    log_probs_nk = batch.top_logits_BTk[rows_n, columns_n] - batch.log_normaliser_BT[rows_n, columns_n, None]
+    return _draft_ids(batch.top_ids_BTk[rows_n, columns_n].long(), draft_to_target_W), log_probs_nk
 
 
 def _importance(overlap_JBT: Tensor, weight_JBT: Tensor, smoothing: float) -> Tensor:
@@ -195,22 +208,23 @@ def _importance(overlap_JBT: Tensor, weight_JBT: Tensor, smoothing: float) -> Te
 
 
 class _Teacher(NamedTuple):
-    """What the target says at n rows; `argmax_n` is -1 where the draft vocabulary lacks the token."""
+    """What the target says at n rows, by draft ids, -1 where the draft vocabulary lacks the token."""
 
     last_nD: Tensor
     log_normaliser_n: Tensor
     head_WD: Tensor
     adjust_logits: Callable[[Tensor], Tensor]
     argmax_n: Tensor
-    hard: bool
+    few: tuple[Tensor, Tensor] | None
     adjust_draft: bool
 
     def law(self, chunk: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Its probabilities inside the draft vocabulary (c, W) and their sums (c)."""
-        if self.hard:
-            inside_c = (self.argmax_n[chunk] >= 0).to(dtype)
-            law_cW = torch.zeros(len(inside_c), len(self.head_WD), dtype=dtype, device=inside_c.device)
-            return law_cW.scatter_(1, self.argmax_n[chunk].clamp_min(0)[:, None], inside_c[:, None]), inside_c
+        if self.few is not None:
+            ids_ck, log_probs_ck = (values_nk[chunk] for values_nk in self.few)
+            inside_ck = log_probs_ck.to(dtype).exp() * (ids_ck >= 0)
+            law_cW = torch.zeros(len(ids_ck), len(self.head_WD), dtype=dtype, device=ids_ck.device)
+            return law_cW.scatter_add_(1, ids_ck.clamp_min(0), inside_ck), inside_ck.sum(1)
         logits_cW = self.adjust_logits(self.last_nD[chunk] @ self.head_WD.to(self.last_nD.dtype).T).to(dtype)
         law_cW = logits_cW.sub_(self.log_normaliser_n[chunk, None].to(dtype)).exp_()
         return law_cW, law_cW.sum(1)

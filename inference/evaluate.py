@@ -22,9 +22,10 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import kind_of
 from draftsmith.drafters.tree import Plan, chain, plan_name
 from draftsmith.inference import memory, metrics, noise
-from draftsmith.inference.conversations import Conversation, prompt_ids, prompt_messages
 from draftsmith.inference.decode import generate, pad_ids
 from draftsmith.inference.output import Output, Seconds
+from draftsmith.inference.records import Conversation, prompt_messages
+from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.target import Target
@@ -107,7 +108,7 @@ def evaluate(
             raise ValueError(f"{name}: {error}") from error
     if settings.compiled:
         target.compile(layer for drafter in drafters.values() for layer in drafter.feature_layers)
-    prompts = [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in conversations]
+    prompts = [prompt_ids(target.tokenizer, prompt_messages(c.messages), c.tools) for c in conversations]
     reports: dict[str, dict[str, Any]] = {
         name: {"record": _record(target, name, drafter, conversations, own[name]), "results": []}
         for name, drafter in drafters.items()

@@ -89,6 +89,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
+        """Where ids go and states come from: that of the embedding, wherever the layers are."""
         return self._embedding.weight.device
 
     @property
@@ -106,7 +107,7 @@ class Target:
 
     def unembed(self, last: Tensor) -> Tensor:
         """Logits (…, V) from states after the final norm (…, D), exactly as the model makes them."""
-        return self.adjust_logits(self._head(last))
+        return self.adjust_logits(self._head(last).to(last.device))
 
     def adjust_logits(self, logits: Tensor) -> Tensor:
         """What some architectures do to each logit after the head: scaling and soft-capping."""
@@ -121,8 +122,8 @@ class Target:
         return logits
 
     def head_weight(self) -> Tensor:
-        """(V, D); drafters start from it."""
-        return self._head.weight
+        """(V, D) on the target's device (a copy if the head is on another); drafters start from it."""
+        return self._head.weight.to(self.device)
 
     def drive(self, model: Any) -> "Target":
         """A draft model behind the same contract, put in eval mode; its weights may still be trained."""
@@ -197,8 +198,8 @@ class Target:
             run, hooks = self._compiled, nullcontext(self._kept)
         with hooks as captured, grouped_attention(self.device):
             out = run(input_ids=ids, position_ids=position_ids, attention_mask=attention_mask, **arguments)
-        last: Tensor = out.last_hidden_state
-        chosen = [last if layer == "last" else captured[layer] for layer in layers]
+        last: Tensor = out.last_hidden_state.to(ids.device)  # a model may be spread over several devices
+        chosen = [last if layer == "last" else captured[layer].to(ids.device) for layer in layers]
         return torch.cat(chosen, dim=-1) if chosen else last[..., :0], last
 
     def _attention_mask(self, mask_BRS: Tensor, positions_BR: Tensor, key_positions_BS: Tensor) -> Any:
@@ -259,6 +260,7 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    device_map: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
@@ -268,6 +270,7 @@ def load(
         path: the folder, id or `.gguf` file.
         dtype: of weights and activations; None takes the checkpoint's own (fp32 for GGUF).
         device: where to put it.
+        device_map: how to spread it over all devices instead, "auto", "balanced" or "sequential" (accelerate's names).
         revision: of a hub id.
         trust_remote_code: run modelling code that comes with the checkpoint; only ever on the user's explicit request.
 
@@ -290,12 +293,30 @@ def load(
 
         common["quantization_config"] = GgufConfig(dequantize=True)
     try:
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto", use_safetensors=True, **common)
-        common.pop("quantization_config", None)
-        tokenizer = AutoTokenizer.from_pretrained(place, **common)
+        model = AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype or "auto", use_safetensors=True, device_map=device_map, **common
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"target {str(path)!r} cannot be loaded: {_first_line(error)}") from error
-    return Target(model.to(device), tokenizer, str(path))
+    tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
+    if device_map is None:
+        return Target(model.to(device), tokenizer, str(path))
+    _refuse_offloaded(model, str(path))
+    return Target(model, tokenizer, str(path))
+
+
+def load_tokenizer(
+    path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """A target's tokenizer alone, for work that needs no weights; arguments and errors as of `load`."""
+    place, extra = _source(path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            place, revision=revision, trust_remote_code=trust_remote_code, **extra
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"the tokenizer of target {str(path)!r} cannot be loaded: {_first_line(error)}") from error
+    return tokenizer
 
 
 def describe(config: Any, *, vocab_size: int | None = None, fingerprint: str = "") -> Shape:
@@ -359,6 +380,15 @@ def _refuse_moving_rope(config: Any, name: str) -> None:
         raise ValueError(
             f"{name} has rotary positions of type {rope['rope_type']!r}, which change with the length of the batch, so "
             "speculative decoding would not be exact; use a target with fixed rotary frequencies"
+        )
+
+
+def _refuse_offloaded(model: nn.Module, name: str) -> None:
+    """ValueError if a device map left weights on the disk or in main memory, to be fetched at every pass."""
+    homeless = sum(parameter.is_meta for parameter in model.parameters())
+    if homeless:
+        raise ValueError(
+            f"{name} does not fit on the devices: {homeless} of its tensors are offloaded; give more devices or a smaller dtype"
         )
 
 

@@ -25,10 +25,12 @@ from draftsmith.drafters.language_model import DraftLM
 from draftsmith.drafters.ngram import NGram
 from draftsmith.drafters.tree import chain
 from draftsmith.inference import metrics
-from draftsmith.inference.conversations import prompt_ids, prompt_messages, read_conversations
+from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.decode import generate
 from draftsmith.inference.evaluate import spread
 from draftsmith.inference.output import Seconds
+from draftsmith.inference.records import prompt_messages
+from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.target import Target, load
@@ -59,7 +61,7 @@ def main() -> None:
     conversations = read_conversations(options.prompts)
     assert target.tokenizer is not None
     prompts = [
-        prompt_ids(target.tokenizer, prompt_messages(conversations[i].messages))
+        prompt_ids(target.tokenizer, prompt_messages(conversations[i].messages), conversations[i].tools)
         for i in spread(len(conversations), options.num_prompts + 1)
     ]
     seconds = {name: Seconds() for name in ("draftsmith, draft model", "draftsmith, n-gram", "draftsmith, plain")}

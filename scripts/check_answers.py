@@ -12,9 +12,11 @@ import sys
 
 import torch
 
-from draftsmith.inference.conversations import prompt_ids, prompt_messages, read_conversations, render
+from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.decode import generate, pad_ids
 from draftsmith.inference.evaluate import spread
+from draftsmith.inference.records import prompt_messages
+from draftsmith.inference.rendering import prompt_ids, render
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.target import load
 
@@ -43,8 +45,8 @@ def check(answers: str, path: str, num: int) -> None:
     chosen = [conversations[i] for i in spread(len(conversations), num)]
     target = load(path, dtype=torch.bfloat16)
     assert target.tokenizer is not None
-    prompts = [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in chosen]
-    rendered = [render(target.tokenizer, c.messages, truncated=c.truncated) for c in chosen]
+    prompts = [prompt_ids(target.tokenizer, prompt_messages(c.messages), c.tools) for c in chosen]
+    rendered = [render(target.tokenizer, c, reasoning="last")[-1] for c in chosen]
     outputs = generate(target, prompts, max_new=max(sum(r.loss_mask) for r in rendered), sampler=Sampler())
     same = sum(p + o.ids[: len(r.ids) - len(p)] == r.ids for p, o, r in zip(prompts, outputs, rendered, strict=True))
 

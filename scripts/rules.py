@@ -20,9 +20,11 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import write_text
 from draftsmith.drafters.tree import Dynamic, Fixed, Plan, chain, plan_name
 from draftsmith.inference import metrics
-from draftsmith.inference.conversations import prompt_ids, prompt_messages, read_conversations
+from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.decode import generate
 from draftsmith.inference.evaluate import spread
+from draftsmith.inference.records import prompt_messages
+from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.static_trees import best_tree, measure_ranks
@@ -50,7 +52,7 @@ def main() -> None:
     def prompts(file: str) -> list[list[int]]:
         conversations = read_conversations(file)
         chosen = [conversations[i] for i in spread(len(conversations), options.num_prompts)]
-        return [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in chosen]
+        return [prompt_ids(target.tokenizer, prompt_messages(c.messages), c.tools) for c in chosen]
 
     fit, held_out = prompts(options.fit), prompts(options.prompts)
     lines: list[str] = []

@@ -23,9 +23,10 @@ from draftsmith import drafters
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import write_text
 from draftsmith.drafters.tree import Dynamic, Plan, chain
-from draftsmith.inference.conversations import Conversation, read_conversations
+from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.evaluate import Settings, evaluate, spread
 from draftsmith.inference.loading import load_drafter
+from draftsmith.inference.records import Conversation
 from draftsmith.inference.target import Target
 from draftsmith.scripts.summary import footnotes, interval
 from draftsmith.scripts.tables import plan_label

@@ -146,6 +146,17 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def ending_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with many end-of-sequence tokens, so that its answers end by themselves after a dozen tokens or so."""
+    folder = tmp_path_factory.mktemp("ending") / "target"
+    model: Any = make_model("llama", vocab_size=320)
+    model.generation_config.eos_token_id = [2, *range(3, 320, 16)]
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
 SMOLLM2 = Path(os.environ.get("DRAFTSMITH_SMOLLM2", Path(__file__).parents[1] / ".cache" / "smollm2"))
 
 

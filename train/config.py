@@ -15,7 +15,11 @@ from draftsmith.configs import locate
 from draftsmith.drafters import kind_module
 from draftsmith.drafters.base import Shape
 from draftsmith.drafters.settings import parse
+from draftsmith.drafters.vocabulary import Fill
+from draftsmith.inference.rendering import Reasoning
 from draftsmith.inference.sampling import Sampler
+from draftsmith.train import encodings
+from draftsmith.train.rows import parse_source
 
 Precision = Literal["auto", "bfloat16", "float32"]
 
@@ -28,6 +32,8 @@ class TargetConfig:
     """Of a hub id."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
     """Type of the frozen target's weights and activations."""
+    device_map: Literal["auto", "balanced", "sequential"] | None = None
+    """Spread the target over all devices of the one process, as accelerate does under that name (null: it is on one device)."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
     shape: Shape | None = None
@@ -37,15 +43,30 @@ class TargetConfig:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     train: tuple[str, ...]
-    """JSONL files of conversations whose answers come from the target (see `draftsmith data`)."""
+    """Conversations whose answers come from the target (see `draftsmith data`): files, folders or hub data sets, each with settings
+    where wanted, `PATH?weight=2&limit=1000` for example (docs/data.md)."""
     max_length: int = 2048
     """Longer conversations are cut."""
     max_answer_tokens: int | None = None
     """Train on so many supervised tokens only, a random choice of conversations; for scaling studies."""
+    max_bad_share: float = 0.05
+    """Share of rows that may be unusable; more are an error. They are counted by reason either way."""
+    salvage: bool = False
+    """Of a file that is cut off, train on the complete records before the cut instead of stopping."""
+    reasoning: Reasoning = "rows"
+    """Of conversations that the template shows otherwise later on (it drops the reasoning of earlier answers): rows makes a row for
+    each such answer, as the target saw it then; last keeps the row of the last answer only."""
+    vocabulary_fill: Fill = "rank"
+    """What happens if `drafter.draft_vocab_size` exceeds the number of different supervised tokens: rank fills up with the lowest
+    ids (the tokenizer's own ranking) and says how many, none stops."""
 
     def __post_init__(self) -> None:
         if not self.train:
             raise ValueError("train is empty; give at least one file")
+        for source in self.train:
+            parse_source(source)
+        if not 0 <= self.max_bad_share <= 1:
+            raise ValueError(f"max_bad_share is {self.max_bad_share}; give a number from 0 to 1")
         if self.max_length < 8:
             raise ValueError(f"max_length is {self.max_length}; give 8 or more")
         if self.max_answer_tokens is not None and self.max_answer_tokens < 1:
@@ -54,18 +75,36 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FeaturesConfig:
-    store: Literal["memory", "disk", "online"] = "online"
-    """memory and disk: the target runs once over the data; online: it runs in every step and nothing is kept."""
+    store: Literal["memory", "disk", "online", "hybrid"] = "online"
+    """memory and disk: the target runs once over the data, ahead of training; hybrid: when a batch first asks for a sequence, and
+    what it says is kept on disk; online: it runs in every step and nothing is kept."""
     folder: str | None = None
-    """Where a disk store lives; `draftsmith cache` fills it ahead of time."""
-    capture_batch: int = 16
-    """Conversations per target forward when a store is filled."""
+    """Where a disk or hybrid store lives; `draftsmith cache` fills it ahead of time. Kinds, layers and dtypes may share one."""
+    dtype: encodings.Name = "target"
+    """How states are stored. target: in the target's dtype, bit for bit; float8 (e4m3) and int8: eight bits and a scale per token
+    and layer, and what training then sees, whatever the store (see docs/data_store.md for what it costs)."""
+    top_k: int | None = None
+    """Keep the target's so many likeliest tokens with their logits instead of its last state: far smaller where that is wide. The
+    teacher then has its true probabilities on them and none elsewhere, a miss like a token outside the draft vocabulary (null: the
+    last state, all tokens). Not for kinds that read the last state themselves."""
+    capture_batch: int = 1
+    """Conversations per target forward. 1: what the target says of a conversation depends on nothing else, and all stores give the
+    same bits; more: faster where conversations are short and the device is large."""
+    shard_mb: int = 256
+    """Size of a file of the store, per layer, in the target's dtype."""
+    prefetch: int = 2
+    """Batches read ahead from disk while the model trains; 0: none."""
 
     def __post_init__(self) -> None:
-        if (self.store == "disk") != (self.folder is not None):
-            raise ValueError("folder belongs to store: disk, and that store needs one")
-        if self.capture_batch < 1:
-            raise ValueError(f"capture_batch is {self.capture_batch}; give 1 or more")
+        if (self.store in ("disk", "hybrid")) != (self.folder is not None):
+            raise ValueError("folder belongs to store: disk or hybrid, and such a store needs one")
+        for name in ("capture_batch", "shard_mb"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; give 1 or more, or leave it out")
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch is {self.prefetch}; give 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +235,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         if "kind" not in self.drafter:
             raise ValueError("drafter has no kind; give for example kind: eagle3")
-        parse(kind_module(self.kind).Config, self.drafter_settings, "drafter")
+        settings = parse(kind_module(self.kind).Config, self.drafter_settings, "drafter")
+        if self.features.top_k is not None and settings.loss.divergence == "reverse_kl":
+            raise ValueError(
+                "features.top_k leaves the target no probability elsewhere, which divergence: reverse_kl takes the logarithm of; "
+                "leave top_k out, or give another divergence"
+            )
 
     @property
     def kind(self) -> str:

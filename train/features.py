@@ -1,22 +1,29 @@
 """What the frozen target says about the training sequences: features, last states, and its law's normaliser.
 
-Three stores give the same batches: `online` runs the target in every step and keeps nothing, `memory` and `disk` run it
-once. Stores are filled in fixed groups, so a value never depends on which step asked for it first, and a resumed run sees
-the same bits. A disk store carries an identity and a run that does not match it stops.
+Four stores give the same batches: `online` runs the target in every step and keeps nothing; `memory` and `disk` run it once, ahead
+of training; `hybrid` runs it where a batch first asks for a sequence, and keeps what it says on disk. With
+`capture_batch: 1` the target reads every sequence by itself: its values then depend on nothing else, and all stores give
+the same bits. With more they go through it in fixed groups of similar length (online: as they come), which changes their rounding.
 
-Letters: B sequences, T positions, F captured width, D width, V vocabulary.
+A disk store is a folder of `shards` with an identity, shared by all kinds: a column for each layer, one for the last states, and
+one for each k of likeliest tokens in their place. It is checked, resumed and extended by whoever needs more of it. Values that
+are not finite are refused on their way in and out.
+
+Letters: B sequences, T positions, F captured width, D width, k likeliest tokens, V vocabulary.
 """
 
+import dataclasses
+import functools
 import hashlib
 import json
+import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -24,202 +31,291 @@ from torch.nn.utils.rnn import pad_sequence
 from draftsmith.drafters.base import LayerId, TrainingBatch
 from draftsmith.inference.decode import pad_ids
 from draftsmith.inference.target import Target
-from draftsmith.train.data import Sequence
+from draftsmith.train import encodings
+from draftsmith.train.captured import Captured, Key, capture, columns, finite, from_records, to_record
+from draftsmith.train.config import FeaturesConfig
+from draftsmith.train.data import Sequence, data_hash
+from draftsmith.train.prefetch import Prefetch
+from draftsmith.train.shards import Column, Shards
 
-LOGIT_ELEMENTS = 1 << 23
-
-
-class Captured(NamedTuple):
-    """The target's view of one sequence of T tokens; the last two are 0 where nothing is supervised."""
-
-    layers: dict[int, Tensor]
-    last_TD: Tensor
-    log_normaliser_T: Tensor
-    argmax_T: Tensor
-
-
-def capture(target: Target, sequences: SequenceOf[Sequence], layers: SequenceOf[LayerId]) -> list[Captured]:
-    """Runs the target over right-padded sequences and looks at its law wherever the next token is supervised."""
-    ids_BT = pad_ids([sequence.ids for sequence in sequences]).to(target.device)
-    hidden = [layer for layer in layers if layer != "last"]  # "last" is kept in any case
-    features_BTF, last_BTD = target.hidden(ids_BT, hidden)
-    teaches_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        teaches_BT[row, : len(sequence.ids) - 1] = torch.tensor(sequence.loss_mask[1:])
-    normaliser_BT, argmax_BT = _law(target, last_BTD, teaches_BT)
-    per_layer = dict(zip(hidden, features_BTF.split(target.shape.hidden_size, dim=-1), strict=False))
-
-    def cut(tensor_BT: Tensor, row: int) -> Tensor:
-        return tensor_BT[row, : len(sequences[row].ids)].clone()  # a view would keep the whole padded batch alive
-
-    return [
-        Captured(
-            {layer: cut(tensor, row) for layer, tensor in per_layer.items()},
-            cut(last_BTD, row),
-            cut(normaliser_BT, row),
-            cut(argmax_BT, row),
-        )
-        for row in range(len(sequences))
-    ]
-
-
-def _law(target: Target, last_BTD: Tensor, teaches_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-normaliser (fp32 or wider) and argmax of the target's law at the marked positions, 0 elsewhere; logits in chunks."""
-    normalisers, argmaxes = [], []
-    with torch.no_grad():
-        for chunk in last_BTD[teaches_BT].split(max(1, LOGIT_ELEMENTS // target.shape.vocab_size)):
-            logits = target.unembed(chunk)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            largest, argmax = logits.max(-1)
-            normalisers.append(logits.sub_(largest[:, None]).exp_().sum(-1).log() + largest)
-            argmaxes.append(argmax)
-    normaliser_BT = torch.zeros(teaches_BT.shape, dtype=normalisers[0].dtype, device=teaches_BT.device)
-    normaliser_BT[teaches_BT] = torch.cat(normalisers)
-    argmax_BT = torch.zeros(teaches_BT.shape, dtype=torch.int64, device=teaches_BT.device)
-    argmax_BT[teaches_BT] = torch.cat(argmaxes)
-    return normaliser_BT, argmax_BT
+FORMAT = "draftsmith-features-1: layer i is the state that enters decoder layer i, last is behind the final norm"
+NOT_COMPUTED_WITH = {"transformers_version", "_name_or_path", "dtype"}
+"""Of a target's settings, those that say where it comes from; its dtype is named by itself."""
 
 
 def collate(
     sequences: SequenceOf[Sequence],
     captured: SequenceOf[Captured],
     layers: SequenceOf[LayerId],
+    dtype: torch.dtype,
     device: torch.device,
     epoch: int = 0,
 ) -> TrainingBatch:
-    """Right-padded batch with the given layers as features; padding is zero and unsupervised."""
+    """Right-padded batch with the given layers as features, in the target's dtype; padding is zero and unsupervised."""
 
     def pad(tensors: Iterable[Tensor]) -> Tensor:
         return pad_sequence(list(tensors), batch_first=True).to(device)
 
-    last_BTD = pad(c.last_TD for c in captured)
-    features = [last_BTD if layer == "last" else pad(c.layers[layer] for c in captured) for layer in layers]
+    ids_BT = pad_ids([sequence.ids for sequence in sequences]).to(device)
+    lasts = [encodings.decode(c.last, dtype) for c in captured if c.last is not None]
+    last_BTD = pad(lasts) if lasts else torch.zeros(*ids_BT.shape, 0, dtype=dtype, device=device)
+    tops = [c.top for c in captured if c.top is not None]
+    features = [
+        last_BTD if layer == "last" else pad(encodings.decode(c.layers[layer], dtype) for c in captured)
+        for layer in layers
+    ]
     return TrainingBatch(
-        ids_BT=pad_ids([sequence.ids for sequence in sequences]).to(device),
+        ids_BT=ids_BT,
         loss_mask_BT=pad(torch.tensor(sequence.loss_mask) for sequence in sequences),
         features_BTF=torch.cat(features, dim=-1) if features else last_BTD[..., :0],
         last_BTD=last_BTD,
         log_normaliser_BT=pad(c.log_normaliser_T for c in captured),
-        argmax_BT=pad(c.argmax_T for c in captured),
+        argmax_BT=pad(c.argmax_T for c in captured).long(),
         epoch=epoch,
+        top_ids_BTk=pad(top.ids_Tk for top in tops) if tops else None,
+        top_logits_BTk=pad(top.logits_Tk for top in tops) if tops else None,
     )
 
 
 class FeatureStore:
-    """Gives training batches; see the module's docstring for the three kinds of store."""
+    """Gives training batches; see the module's docstring for the four kinds of store."""
 
     def __init__(
         self,
         target: Target,
         sequences: SequenceOf[Sequence],
         layers: SequenceOf[LayerId],
-        *,
-        store: str = "online",
-        folder: str | Path | None = None,
-        capture_batch: int = 16,
+        config: FeaturesConfig | None = None,
     ) -> None:
         self.target, self.sequences, self.layers = target, sequences, tuple(layers)
-        self.store = store
+        self.config = config = FeaturesConfig() if config is None else config
+        _check_top_k(config.top_k, self.layers, target.shape.vocab_size)
+        together = config.capture_batch
         order = sorted(range(len(sequences)), key=lambda index: (len(sequences[index].ids), index))
-        self.groups = [order[i : i + capture_batch] for i in range(0, len(order), capture_batch)]
+        self.groups = [order[begin : begin + together] for begin in range(0, len(order), together)]
+        self._group = {index: g for g, group in enumerate(self.groups) for index in group}
         self._memory: dict[int, Captured] = {}
-        self._folder = Path(folder) if folder is not None else None
-        self._place = {index: (g, k) for g, group in enumerate(self.groups) for k, index in enumerate(group)}
+        ahead = config.prefetch if config.store in ("disk", "hybrid") else 0
+        self._prefetch: Prefetch[tuple[list[int], int], TrainingBatch | None] = Prefetch(self._stored_batch, ahead)
+
+    def fill(self) -> None:
+        """Makes the store ready: what it lacks is computed (hybrid: when it is asked for). Says what it takes, shows progress.
+
+        Processes that fill one folder share the work, each a shard at a time.
+
+        Raises:
+            ValueError: the folder belongs to other data or another target, or the disk is too small.
+        """
+        config = self.config
+        if config.store == "memory":
+            size = self.bytes_per_token() * sum(len(sequence.ids) for sequence in self.sequences)
+            _say(f"features: {self.bytes_per_token():,} bytes per token, {size / 1e9:.2f} GB in memory")
+            progress = _Progress(self.sequences, self.groups)
+            for group in self.groups:
+                self._memory |= {index: self._on_cpu(captured) for index, captured in self._capture(group).items()}
+                progress.add(group)
+        elif config.store in ("disk", "hybrid"):
+            self._announce_size()
+            if config.store == "disk":
+                self._fill_shards()
+
+    def announce(self, plan: Iterable[SequenceOf[int]], epoch: int) -> None:
+        """Which batches come next, in order, so that they can be read ahead."""
+        self._prefetch.announce((list(indices), epoch) for indices in plan)
 
     def batch(self, indices: SequenceOf[int], epoch: int = 0) -> TrainingBatch:
         """The training batch of the given sequences, on the target's device."""
-        chosen = [self.sequences[index] for index in indices]
-        if self.store == "online":
-            captured = capture(self.target, chosen, self.layers)
-        elif self.store == "memory":
-            captured = [self._memory[index] for index in indices]
-        else:
-            captured = [self._read(index) for index in indices]
-        return collate(chosen, captured, self.layers, self.target.device, epoch)
-
-    def fill(self) -> None:
-        """Runs the target over everything that the store lacks; nothing to do online. Shows progress on stderr."""
-        if self.store == "online":
-            return
-        if self._folder is not None:
-            self._open_folder(self._folder)
-        missing = [number for number in range(len(self.groups)) if not self._holds(number)]
-        total = sum(len(self.sequences[index].ids) for number in missing for index in self.groups[number])
-        start, tokens, shown = time.perf_counter(), 0, 0.0
-        for number in missing:
-            group = self.groups[number]
-            chosen = [self.sequences[index] for index in group]
-            captured = capture(self.target, chosen, self.layers)
-            if self._folder is not None:
-                self._write(number, captured)
-            else:
-                self._memory |= dict(zip(group, captured, strict=True))
-            tokens += sum(len(sequence.ids) for sequence in chosen)
-            elapsed = time.perf_counter() - start
-            if elapsed - shown > 10 or number == missing[-1]:
-                shown = elapsed
-                rate = tokens / elapsed
-                left = (total - tokens) / rate / 60
-                print(
-                    f"features: {tokens:,} of {total:,} tokens, {rate:.0f} tokens/s, {left:.1f} min left",
-                    file=sys.stderr,
-                )
+        device = self.target.device
+        if self.config.store == "online":
+            captured = self._capture(indices)
+            return self._collate(indices, [captured[index] for index in indices], device, epoch)
+        ready = self._prefetch.take((list(indices), epoch))
+        if ready is None:  # some of it is not stored yet
+            for group in {self._group[index] for index in indices}:
+                self._complete(self.groups[group])
+            ready = self._stored_batch((list(indices), epoch))
+            assert ready is not None
+        return _each(ready, lambda tensor: tensor.to(device, non_blocking=True))
 
     def bytes_per_token(self) -> int:
         """What a stored token takes."""
-        width = self.target.shape.hidden_size
-        return (len(set(self.layers) | {"last"})) * width * self.target.dtype.itemsize + 12
+        return sum(column.bytes_per_token for column in self.columns.values())
 
-    def identity(self) -> dict[str, str]:
-        """What a stored value depends on (which layers a store holds is seen from its files)."""
-        digest = hashlib.sha256(json.dumps([[s.ids, s.loss_mask] for s in self.sequences]).encode())
+    @functools.cached_property
+    def columns(self) -> dict[Key, Column]:
+        """What is stored of each layer that is asked for, and of the last states or the likeliest tokens."""
+        config, width = self.config, self.target.shape.hidden_size
+        return columns(self.layers, config.dtype, width, self.target.dtype, config.top_k)
+
+    def identity(self) -> dict[str, str | int]:
+        """What a stored value, or its place, depends on; which layers a store has, and how, is seen from its files."""
+        # Settings at their defaults are left out: another version of transformers may have more of them.
+        settings = {k: v for k, v in self.target.config.to_diff_dict().items() if k not in NOT_COMPUTED_WITH}
         return {
-            "fingerprint": self.target.shape.fingerprint,
+            "format": FORMAT,
+            "fingerprint": self.target.shape.fingerprint,  # of the weights: model and revision
+            "config": _digest(settings),  # for what is not a weight: RoPE, norms, windows, soft-capping
             "dtype": str(self.target.dtype),
-            "sequences": digest.hexdigest()[:16],  # of token ids: tokenizer, template and data at once
-            "group": str(len(self.groups[0])),
+            "sequences": data_hash(self.sequences),  # tokenizer, template and data at once
+            "capture_batch": self.config.capture_batch,
+            "shard_mb": self.config.shard_mb,
         }
 
-    def _open_folder(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        file, identity = folder / "identity.json", self.identity()
-        if file.exists():
-            there = json.loads(file.read_text())
-            differing = [name for name in identity if there.get(name) != identity[name]]
-            if differing:
-                raise ValueError(
-                    f"the feature store {folder} was made with other {', '.join(differing)}; "
-                    "give another features.folder, or delete this one"
-                )
-        else:
-            temporary = file.with_suffix(".writing")
-            temporary.write_text(json.dumps(identity, indent=2))
-            temporary.replace(file)
+    @functools.cached_property
+    def shards(self) -> Shards:
+        """The folder, opened."""
+        assert self.config.folder is not None
+        per_shard = self.config.shard_mb * 1_000_000 // (self.target.shape.hidden_size * self.target.dtype.itemsize)
+        shards: list[list[int]] = [[]]
+        tokens = 0
+        for group in self.groups:
+            more = sum(len(self.sequences[index].ids) for index in group)
+            if shards[-1] and tokens + more > per_shard:
+                shards.append([])
+                tokens = 0
+            shards[-1] += group
+            tokens += more
+        lengths = [len(sequence.ids) for sequence in self.sequences]
+        return Shards(Path(self.config.folder), self.identity(), lengths, shards)
 
-    def _holds(self, group: int) -> bool:
-        """Whether the folder has this group with all layers that are wanted; another kind may have stored it with more."""
-        if self._folder is None or not self._file(group).exists():
-            return False
-        with safetensors.safe_open(self._file(group), framework="pt") as file:
-            names = set(file.keys())
-        return all(layer == "last" or f"0.layer{layer}" in names for layer in self.layers)
+    def _capture(self, indices: SequenceOf[int]) -> dict[int, Captured]:
+        chosen = [self.sequences[index] for index in indices]
+        config = self.config
+        captured = capture(
+            self.target, chosen, self.layers, encoding=config.dtype, together=config.capture_batch, top_k=config.top_k
+        )
+        return dict(zip(indices, captured, strict=True))
 
-    def _file(self, group: int) -> Path:
-        assert self._folder is not None
-        return self._folder / f"group-{group:06d}.safetensors"
+    def _collate(
+        self, indices: SequenceOf[int], captured: SequenceOf[Captured], device: torch.device, epoch: int
+    ) -> TrainingBatch:
+        chosen = [self.sequences[index] for index in indices]
+        return collate(chosen, captured, self.layers, self.target.dtype, device, epoch)
 
-    def _write(self, group: int, captured: SequenceOf[Captured]) -> None:
-        tensors: dict[str, Tensor] = {}
-        for k, c in enumerate(captured):
-            tensors |= {f"{k}.layer{layer}": tensor for layer, tensor in c.layers.items()}
-            tensors |= {f"{k}.last": c.last_TD, f"{k}.normaliser": c.log_normaliser_T, f"{k}.argmax": c.argmax_T}
-        temporary = self._file(group).with_suffix(".writing")
-        safetensors.torch.save_file({name: tensor.cpu() for name, tensor in tensors.items()}, temporary)
-        temporary.replace(self._file(group))
+    def _announce_size(self) -> None:
+        whole, taken = self.shards.sizes(list(self.columns.values()))
+        free = shutil.disk_usage(self.shards.folder).free
+        _say(
+            f"features: {self.bytes_per_token():,} bytes per token, {whole / 1e9:.2f} GB in {self.config.folder} "
+            f"({taken / 1e9:.2f} GB are there), {free / 1e9:.1f} GB free"
+        )
+        if whole - taken > free:
+            raise ValueError(
+                f"{self.config.folder} needs another {(whole - taken) / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB; free "
+                "some space, give another features.folder, a smaller features.dtype (float8, int8), features.top_k, fewer "
+                "conversations, or store: online"
+            )
 
-    def _read(self, index: int) -> Captured:
-        group, k = self._place[index]
-        with safetensors.safe_open(self._file(group), framework="pt") as file:
-            layers = {layer: file.get_tensor(f"{k}.layer{layer}") for layer in self.layers if layer != "last"}
-            last, normaliser, argmax = (file.get_tensor(f"{k}.{name}") for name in ("last", "normaliser", "argmax"))
-            return Captured(layers, last, normaliser, argmax)
+    def _fill_shards(self) -> None:
+        lacking = {s: groups for s in range(len(self.shards.shards)) if (groups := self._lacking(s))}
+        progress = _Progress(self.sequences, [group for groups in lacking.values() for group in groups])
+        taken = []  # by other processes
+        for shard in lacking:
+            with self.shards.lock(shard, wait=False) as mine:
+                if mine:
+                    self._fill_shard(shard, progress)
+                else:
+                    taken.append(shard)
+        for shard in taken:
+            _say(f"features: another process fills shard {shard} of {self.config.folder}; waiting for it")
+            with self.shards.lock(shard):
+                self._fill_shard(shard, progress)
+
+    def _fill_shard(self, shard: int, progress: "_Progress") -> None:
+        for group in self._lacking(shard):
+            self._write(group)
+            progress.add(group)
+        for column in self.columns.values():
+            self.shards.sync(column, shard)
+
+    def _lacking(self, shard: int) -> list[list[int]]:
+        """The groups of a shard in which a sequence lacks a column."""
+        missing = set().union(*(self.shards.missing(column, shard) for column in self.columns.values()))
+        return [self.groups[group] for group in sorted({self._group[index] for index in missing})]
+
+    def _complete(self, group: list[int]) -> None:
+        """Computes a group that is not stored yet (hybrid)."""
+        shard = self.shards.shard_of(group[0])
+        with self.shards.lock(shard):
+            if group in self._lacking(shard):
+                self._write(group)
+
+    def _write(self, group: list[int]) -> None:
+        """Runs the target over a group and stores what of it is not there; the lock of its shard must be held."""
+        shard = self.shards.shard_of(group[0])
+        missing = {layer: self.shards.missing(column, shard) for layer, column in self.columns.items()}
+        for index, captured in self._capture(group).items():
+            for layer, column in self.columns.items():
+                if index in missing[layer]:
+                    self.shards.write(column, index, to_record(captured, layer))
+
+    def _stored_batch(self, key: tuple[list[int], int]) -> TrainingBatch | None:
+        """The batch on the CPU, pinned for a GPU; None where some of it is not stored yet. Runs in the thread, too."""
+        indices, epoch = key
+        captured = [self._stored(index) for index in indices]
+        there = [c for c in captured if c is not None]
+        if len(there) < len(captured):
+            return None
+        batch = self._collate(indices, there, torch.device("cpu"), epoch)
+        stored = (batch.features_BTF, batch.last_BTD, batch.top_logits_BTk)
+        if not all(finite(values) for values in stored if values is not None):
+            raise ValueError(
+                f"the feature store {self.config.folder} holds values that are not finite for one of the conversations "
+                f"{', '.join(map(str, indices))} (counted from 0); delete the folder and fill it again"
+            )
+        return _each(batch, Tensor.pin_memory) if self.target.device.type == "cuda" else batch
+
+    def _stored(self, index: int) -> Captured | None:
+        if self.config.store == "memory":
+            return self._memory[index]
+        records = {layer: self.shards.read(column, index) for layer, column in self.columns.items()}
+        found = {layer: record for layer, record in records.items() if record is not None}
+        return from_records(found) if len(found) == len(records) else None
+
+    def _on_cpu(self, captured: Captured) -> Captured:
+        return from_records({layer: to_record(captured, layer) for layer in self.columns})
+
+
+class _Progress:
+    """A line on stderr every ten seconds, and one at the end."""
+
+    def __init__(self, sequences: SequenceOf[Sequence], groups: SequenceOf[SequenceOf[int]]) -> None:
+        self._lengths = [len(sequence.ids) for sequence in sequences]
+        self._total = sum(self._lengths[index] for group in groups for index in group)
+        self._start, self._tokens, self._shown = time.perf_counter(), 0, 0.0
+
+    def add(self, group: SequenceOf[int]) -> None:
+        self._tokens += sum(self._lengths[index] for index in group)
+        elapsed = time.perf_counter() - self._start
+        if elapsed - self._shown > 10 or self._tokens == self._total:
+            self._shown = elapsed
+            rate = self._tokens / elapsed
+            left = (self._total - self._tokens) / rate / 60
+            _say(f"features: {self._tokens:,} of {self._total:,} tokens, {rate:.0f} tokens/s, {left:.1f} min left")
+
+
+def _each(batch: TrainingBatch, change: Callable[[Tensor], Tensor]) -> TrainingBatch:
+    """The batch with a change to each of its tensors."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        changed[field.name] = change(value) if isinstance(value, Tensor) else value
+    return TrainingBatch(**changed)
+
+
+def _check_top_k(top_k: int | None, layers: tuple[LayerId, ...], vocab_size: int) -> None:
+    if top_k is not None and "last" in layers:
+        raise ValueError(
+            f"features.top_k is {top_k} and keeps the target's likeliest tokens instead of its last state, which this kind of "
+            "drafter reads; leave top_k out, or give a kind that reads other states (eagle3, p_eagle, dflash, draft_lm)"
+        )
+    if top_k is not None and top_k > vocab_size:
+        raise ValueError(f"features.top_k is {top_k} and the target has {vocab_size} tokens; give at most that many")
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -19,8 +19,9 @@ from draftsmith.inference.decode import pad_ids
 from draftsmith.inference.drafting import make_pick
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.target import Target
+from draftsmith.train.captured import capture
 from draftsmith.train.data import Sequence
-from draftsmith.train.features import capture, collate
+from draftsmith.train.features import collate
 
 SAMPLER = Sampler(1.0)
 Key = tuple[int, ...]
@@ -65,9 +66,10 @@ def write(drafter: TrainableDrafter, target: Target, sequences: SequenceOf[Seque
     return written
 
 
-def batch(target: Target, sequences: SequenceOf[Sequence], epoch: int) -> TrainingBatch:
-    """The training batch of sequences that no store holds."""
-    return collate(sequences, capture(target, sequences, ()), (), target.device, epoch)
+def batch(target: Target, sequences: SequenceOf[Sequence], epoch: int, top_k: int | None = None) -> TrainingBatch:
+    """The training batch of sequences that no store holds; with `top_k` the teacher has so many of its likeliest tokens."""
+    captured = capture(target, sequences, (), top_k=top_k)
+    return collate(sequences, captured, (), target.dtype, target.device, epoch)
 
 
 def last_answer(sequence: Sequence) -> tuple[int, int]:

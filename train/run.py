@@ -24,17 +24,21 @@ from draftsmith import drafters
 from draftsmith.configs import locate
 from draftsmith.drafters.base import TrainableDrafter, TrainingBatch
 from draftsmith.drafters.checkpoint import write_text
-from draftsmith.drafters.vocabulary import coverage
-from draftsmith.inference.conversations import prompt_ids, prompt_messages, read_conversations
+from draftsmith.drafters.vocabulary import check_fill, check_hash, vocabulary_hash
+from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.evaluate import measure_acceptance, spread
+from draftsmith.inference.records import prompt_messages
+from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.target import Target, load
 from draftsmith.train import checkpoints, on_policy, serving, tracking
 from draftsmith.train.average import Average
 from draftsmith.train.clock import Clock
 from draftsmith.train.config import LoopConfig, RunConfig, read, to_yaml
-from draftsmith.train.data import Sequence, count_answer_tokens, load_sequences, plan_epoch
+from draftsmith.train.coverage import held_out_answers, measure
+from draftsmith.train.data import Sequence, count_answer_tokens, data_hash, load_sequences, plan_epoch
 from draftsmith.train.features import FeatureStore
 from draftsmith.train.optim import make_optimizers, schedule, set_rates
+from draftsmith.train.rows import exists, parse_source
 
 NOTHING_DONE: dict[str, Any] = {
     "step": 0, "best_tau": 0.0, "trained_tokens": 0, "seconds": 0.0, "evaluation_seconds": 0.0,
@@ -54,16 +58,24 @@ def train(config: RunConfig) -> Path:
         return folder
 
     # The frozen target and what it says about the data. Missing files are noticed before the target is loaded.
-    for file in (*config.data.train, config.eval.prompts):
-        if not locate(file).is_file():
-            raise ValueError(f"{file} does not exist; correct data.train or eval.prompts in the config")
+    missing = [source for source in config.data.train if not exists(parse_source(source))]
+    if not locate(config.eval.prompts).is_file():
+        missing.append(config.eval.prompts)
+    if missing:
+        raise ValueError(f"{missing[0]} does not exist; correct data.train or eval.prompts in the config")
+    if config.target.device_map is not None and accelerator.num_processes > 1:
+        raise ValueError(
+            f"target.device_map is {config.target.device_map!r}, which spreads one target over all devices, and there are "
+            f"{accelerator.num_processes} processes; start one, or set it to null"
+        )
     set_seed(config.seed)
     target = load_target(config, accelerator.device)
     sequences = load_training_sequences(config, target)
+    counts_V = count_answer_tokens(sequences, target.shape.vocab_size)
+    check_fill(counts_V, config.drafter_settings.get("draft_vocab_size"), config.data.vocabulary_fill)
     drafter = drafters.build(config.kind, config.drafter_settings, target.shape)
-    store = FeatureStore(target, sequences, drafter.feature_layers, **dataclasses.asdict(config.features))
-    with accelerator.main_process_first():
-        store.fill()
+    store = FeatureStore(target, sequences, drafter.feature_layers, config.features)
+    store.fill()  # processes share the work
 
     # The plan: every process takes equally many micro-batches, and step N is the same whenever it is reached.
     lengths = [len(sequence.ids) for sequence in sequences]
@@ -72,11 +84,11 @@ def train(config: RunConfig) -> Path:
     steps_per_epoch = len(first_epoch) // per_step
 
     # The drafter starts from the target.
-    counts_V = count_answer_tokens(sequences, target.shape.vocab_size)
     resumes = bool(checkpoints.complete(folder / "checkpoints"))  # then its weights replace these
     drafter.initialise(target, counts_V, () if resumes else some_batches(store, first_epoch))
     drafter.to(accelerator.device, torch.float64 if target.dtype == torch.float64 else torch.float32)
-    describe(accelerator, drafter, sequences, counts_V)
+    describe(accelerator, config, target, drafter, sequences, counts_V)
+    vocabulary, data = vocabulary_hash(drafter.token_ids_W), data_hash(sequences)
     if config.optim.ema is not None and not drafter.averages:
         raise ValueError(f"optim.ema cannot average the adapters of this {config.kind}; set it to null")
     average = None if config.optim.ema is None else Average(config.optim.ema, drafter)
@@ -86,6 +98,7 @@ def train(config: RunConfig) -> Path:
     num_steps = max(1, round(steps_per_epoch * config.loop.epochs))
     budget = math.inf if config.loop.max_minutes is None else 60 * config.loop.max_minutes
     progress = checkpoints.load_latest(accelerator, folder / "checkpoints", average) or NOTHING_DONE
+    check_continues(folder, progress, vocabulary_hash(drafter.token_ids_W), vocabulary, data)
     first_step, best_tau, trained_tokens = progress["step"], progress["best_tau"], progress["trained_tokens"]
     tracking.start(accelerator, config, dataclasses.asdict(config))
     metrics = tracking.Metrics(accelerator, folder / "metrics.jsonl", first_step)
@@ -101,6 +114,8 @@ def train(config: RunConfig) -> Path:
         epoch, within = divmod(step, steps_per_epoch)
         if epoch != planned:
             planned, batches = epoch, plan_epoch(lengths, config.loop.batch_size, per_step, config.seed, epoch)
+            ahead = batches[within * per_step + accelerator.process_index :: accelerator.num_processes]
+            store.announce(ahead, epoch)
         mine = batches[within * per_step : (within + 1) * per_step][
             accelerator.process_index :: accelerator.num_processes
         ]
@@ -119,8 +134,10 @@ def train(config: RunConfig) -> Path:
         )
         model.train()
         for number, indices in enumerate(mine):
-            own = number in written
-            batch = on_policy.batch(target, texts[number], epoch) if own else store.batch(indices, epoch)
+            if number in written:
+                batch = on_policy.batch(target, texts[number], epoch, config.features.top_k)
+            else:
+                batch = store.batch(indices, epoch)
             with accelerator.autocast(), sync_last(accelerator, model, number == len(mine) - 1):
                 parts = model(batch)
                 accelerator.backward(
@@ -175,6 +192,7 @@ def train(config: RunConfig) -> Path:
             "trained_tokens": trained_tokens,
             "seconds": clock.seconds,
             "evaluation_seconds": clock.evaluation_seconds,
+            "data": data,
         }
         if last:
             break
@@ -191,11 +209,11 @@ def train(config: RunConfig) -> Path:
     return folder
 
 
-def claim_folder(folder: Path, config: RunConfig, accelerator: Accelerator) -> None:
-    """Writes config.yaml, or checks that the folder belongs to this very run; one that never took a step is no run yet."""
+def begun(folder: Path, config: RunConfig) -> bool:
+    """Whether the folder holds this very run; one that never took a step is none yet. ValueError if it holds another."""
     text, file = to_yaml(config), folder / "config.yaml"
-    begun = any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "finished.json"))
-    if begun and file.exists() and file.read_text() != text:
+    found = any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "finished.json"))
+    if found and file.exists() and file.read_text() != text:
         differing = sorted(
             {line.strip() for line in file.read_text().splitlines()} ^ set(map(str.strip, text.splitlines()))
         )
@@ -203,10 +221,16 @@ def claim_folder(folder: Path, config: RunConfig, accelerator: Accelerator) -> N
             f"{folder} holds a run with other settings (one has, the other has not: {', '.join(differing)}); "
             "give another output, or delete that folder"
         )
+    return found
+
+
+def claim_folder(folder: Path, config: RunConfig, accelerator: Accelerator) -> None:
+    """Writes config.yaml, or checks that the folder belongs to this very run."""
+    there = begun(folder, config)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process and not begun:
+    if accelerator.is_main_process and not there:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(file, text)
+        write_text(folder / "config.yaml", to_yaml(config))
     accelerator.wait_for_everyone()
 
 
@@ -217,6 +241,7 @@ def load_target(config: RunConfig, device: torch.device) -> Target:
         section.path,
         dtype=getattr(torch, section.dtype),
         device=device,
+        device_map=section.device_map,
         revision=section.revision,
         trust_remote_code=section.trust_remote_code,
     )
@@ -237,6 +262,9 @@ def load_training_sequences(config: RunConfig, target: Target) -> list[Sequence]
         max_length=data.max_length,
         max_answer_tokens=data.max_answer_tokens,
         seed=config.seed,
+        max_bad_share=data.max_bad_share,
+        salvage=data.salvage,
+        reasoning=data.reasoning,
     )
 
 
@@ -244,7 +272,7 @@ def load_held_out(config: RunConfig, target: Target) -> list[list[int]]:
     conversations = read_conversations(config.eval.prompts)
     chosen = [conversations[i] for i in spread(len(conversations), config.eval.num_prompts)]
     assert target.tokenizer is not None
-    return [prompt_ids(target.tokenizer, prompt_messages(c.messages)) for c in chosen]
+    return [prompt_ids(target.tokenizer, prompt_messages(c.messages), c.tools) for c in chosen]
 
 
 def some_batches(store: FeatureStore, plan: list[list[int]]) -> Iterator[TrainingBatch]:
@@ -294,16 +322,42 @@ def sync_last(accelerator: Accelerator, model: torch.nn.Module, last: bool) -> A
     return contextlib.nullcontext() if last else accelerator.no_sync(model)
 
 
-def describe(accelerator: Accelerator, drafter: TrainableDrafter, sequences: list[Sequence], counts_V: Tensor) -> None:
+def describe(
+    accelerator: Accelerator,
+    config: RunConfig,
+    target: Target,
+    drafter: TrainableDrafter,
+    sequences: list[Sequence],
+    counts_V: Tensor,
+) -> None:
     size = sum(p.numel() for p in drafter.parameters())
-    ids = getattr(drafter, "token_ids_W", None)
-    share = (
-        f", draft vocabulary covers {coverage(counts_V, ids.cpu()):.1%} of the answer tokens" if ids is not None else ""
-    )
     say(
         accelerator,
-        f"{len(sequences):,} conversations, {int(counts_V.sum()):,} answer tokens; drafter of {size / 1e6:.1f} M parameters{share}",
+        f"{len(sequences):,} conversations, {int(counts_V.sum()):,} answer tokens; drafter of {size / 1e6:.1f} M parameters",
     )
+    ids_W = drafter.token_ids_W
+    if ids_W is not None:
+        assert target.tokenizer is not None
+        answers = held_out_answers(target.tokenizer, read_conversations(config.eval.prompts))
+        say(accelerator, str(measure(ids_W.cpu(), target.shape.vocab_size, sequences, answers)))
+
+
+def check_continues(folder: Path, progress: dict[str, Any], there: str, here: str, data: str) -> None:
+    """ValueError if a run would continue on other data than it was begun with.
+
+    Args:
+        folder: of the run.
+        progress: of its newest checkpoint; its `data` is not in older ones.
+        there, here: hashes of the draft vocabulary in the checkpoint and of the one that the data give now.
+        data: `data_hash` now.
+    """
+    mend = "restore the training data that the run was begun with, or give another output"
+    check_hash(there, here, f"the checkpoint in {folder}", mend)
+    if progress.get("data", data) != data:
+        raise ValueError(
+            f"the training data are not those that the run in {folder} was begun with (other conversations, or in another order); "
+            f"{mend}"
+        )
 
 
 def say(accelerator: Accelerator, line: str) -> None:

@@ -254,22 +254,6 @@ def test_a_run_killed_twice_ends_with_the_same_bits(finished: Path, toy_folder: 
         assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
 
 
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_a_stored_run_learns_what_an_online_run_does(store: str, toy_folder: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, toy_folder, "medusa")
-    settings = [
-        f"features={{store: {store}, folder: {tmp_path / 'f' if store == 'disk' else 'null'}}}",
-        "loop.epochs=2",
-    ]
-    assert run(config, "loop.epochs=2").returncode == 0
-    done = run(config, *settings, f"output={tmp_path / 'stored'}")
-    assert done.returncode == 0, done.stderr
-    ours, theirs = metrics(tmp_path / "stored"), metrics(tmp_path / "run")
-    assert [line["loss"] for line in ours if "loss" in line] == pytest.approx(
-        [line["loss"] for line in theirs if "loss" in line], rel=1e-4
-    )
-
-
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_two_processes_learn_what_one_does_with_two_micro_batches(kind: str, toy_folder: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, toy_folder, kind)

@@ -10,9 +10,11 @@ from transformers import GenerationConfig
 
 from draftsmith import drafters
 from draftsmith.drafters.tree import chain
-from draftsmith.inference.conversations import prompt_ids, render
+from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.decode import generate
 from draftsmith.inference.output import Output
+from draftsmith.inference.records import Conversation
+from draftsmith.inference.rendering import prompt_ids, render, render_all
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.target import Target, load
@@ -71,12 +73,27 @@ def test_a_rendered_conversation_equals_the_chat_template_s_up_to_the_end_of_the
     """The template writes a newline behind the end of turn, which the target never generates."""
     tokenizer = target.tokenizer
     messages = [*MESSAGES[2], {"role": "assistant", "content": "Rome est la capitale de l'Italie."}]
-    rendered = render(tokenizer, messages)
+    (rendered,) = render(tokenizer, Conversation("c", tuple(messages)))
     expected = tokenizer.apply_chat_template(messages, return_dict=False)
     assert rendered.ids == expected[: len(rendered.ids)]
     assert tokenizer.decode(expected[len(rendered.ids) :]).strip() == ""
     supervised = [i for i, keep in zip(rendered.ids, rendered.loss_mask, strict=True) if keep]
     assert tokenizer.decode(supervised) == "Bonjour !<|im_end|>Rome est la capitale de l'Italie.<|im_end|>"
+
+
+def test_bundled_conversations_become_the_chat_template_s_ids_and_only_what_the_target_wrote_is_supervised(
+    target: Target,
+) -> None:
+    tokenizer = target.tokenizer
+    conversations = read_conversations("configs/answers/smollm2_greedy.jsonl")[:200]
+    for conversation, rows in zip(conversations, render_all(tokenizer, conversations), strict=True):
+        assert rows == render(tokenizer, conversation)
+        (row,) = rows
+        ids = tokenizer.apply_chat_template(list(conversation.messages), return_dict=False)
+        assert row.ids == ids[: len(row.ids)] and tokenizer.decode(ids[len(row.ids) :]) in ("", "<|im_end|>\n")
+        answers = [m["content"] for m in conversation.messages if m["role"] == "assistant"]
+        written = tokenizer.decode([i for i, keep in zip(row.ids, row.loss_mask, strict=True) if keep])
+        assert written == "<|im_end|>".join(answers) + "<|im_end|>" * (not conversation.truncated)
 
 
 def test_greedy_decoding_equals_generate(

@@ -1,12 +1,15 @@
-"""Drafters whose behaviour is known beforehand, and small tools to look into caches and laws."""
+"""Drafters whose behaviour is known beforehand, small tools to look into caches and laws, and a run without faults."""
 
 import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from draftsmith.drafters import tree
@@ -155,3 +158,75 @@ def stubs() -> SimpleNamespace:
 @pytest.fixture(scope="session")
 def tools() -> SimpleNamespace:
     return SimpleNamespace(prefill=prefill, atol=atol, chi_square_p_value=chi_square_p_value)
+
+
+ANIMALS = ["fox", "dog", "lazy dog", "brown fox", "quick fox", "cow"]
+
+
+def conversation(i: int) -> dict[str, Any]:
+    """The target is taught to answer these; every sixth has two turns."""
+    messages = [
+        {"role": "user", "content": f"hello {i}"},
+        {"role": "assistant", "content": f"the {ANIMALS[i % 6]} jumps {i}"},
+        {"role": "user", "content": "how are you"},
+        {"role": "assistant", "content": f"the {ANIMALS[(i + 1) % 6]} jumps over"},
+    ]
+    return {"id": f"c{i}", "messages": messages[: 4 if i % 6 == 0 else 2]}
+
+
+@pytest.fixture(scope="session")
+def healthy(toy: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A run in which nothing is wrong: a toy target that was taught its answers, the answers, an EAGLE-3 head, held-out prompts.
+
+    `folder` holds it, `config` is its YAML, `subject(*overrides)` what the doctor looks at.
+    """
+    from draftsmith.inference.target import load
+    from draftsmith.train.checks import Subject
+    from draftsmith.train.config import read
+
+    folder = tmp_path_factory.mktemp("healthy")
+    records = [conversation(i) for i in range(24)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "held.jsonl").write_text('{"messages": [{"role": "user", "content": "hello there"}]}\n')
+    tokenizer = toy.make_tokenizer()
+    model = toy.make_model("llama", vocab_size=320, initializer_range=0.1)
+    texts = [tokenizer.apply_chat_template(record["messages"], tokenize=False) for record in records]
+    ids_BT = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+    labels_BT = torch.where(ids_BT == 0, -100, ids_BT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(160):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 160)
+        optimizer.zero_grad()
+        model(input_ids=ids_BT, labels=labels_BT).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    config = {
+        "output": str(folder / "run"),
+        "target": {"path": str(folder / "target"), "dtype": "float32"},
+        "drafter": {"kind": "eagle3", "layers": [1, 2, 3], "draft_vocab_size": 64, "steps": 2},
+        "data": {"train": [str(folder / "train.jsonl")], "max_length": 128},
+        "features": {"store": "disk", "folder": str(folder / "features")},
+        "loop": {"batch_size": 4, "precision": "float32"},
+        "eval": {"prompts": str(folder / "held.jsonl"), "depth": 2},
+        "tracking": {"tracker": "none"},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    target = load(folder / "target", dtype=torch.float32)
+
+    def subject(*overrides: str, target: Target = target, **options: Any) -> Subject:
+        return Subject(read(folder / "run.yaml", list(overrides)), target, **options)
+
+    return SimpleNamespace(folder=folder, config=folder / "run.yaml", records=records, subject=subject, target=target)
+
+
+@pytest.fixture
+def sick(healthy: SimpleNamespace, tmp_path: Path) -> Callable[..., Any]:
+    """The healthy run with other records as training data: `sick(records, *overrides)`; text is written as it is."""
+
+    def subject(records: Any, *overrides: str, **options: Any) -> Any:
+        text = records if isinstance(records, str) else "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / "sick.jsonl").write_text(text)
+        return healthy.subject(f"data.train=[{tmp_path / 'sick.jsonl'}]", *overrides, **options)
+
+    return subject

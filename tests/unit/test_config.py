@@ -59,11 +59,19 @@ BROKEN = [
     ("target.shape={hidden_size: 8}", "target.shape: missing vocab_size, num_layers"),
     ("data.train=[]", "data: train is empty; give at least one file"),
     ("data.train=a.jsonl", "data.train: expected a list, got 'a.jsonl'"),
+    (
+        "data.train=['a.jsonl?wieght=2']",
+        "data: source 'a.jsonl?wieght=2' has the setting 'wieght=2'; did you mean 'weight'?",
+    ),
+    ("data.max_bad_share=5", "data: max_bad_share is 5.0; give a number from 0 to 1"),
     ("data.max_length=4", "data: max_length is 4; give 8 or more"),
     ("data.max_answer_tokens=0", "max_answer_tokens is 0; give 1 or more, or leave it out"),
-    ("features.store=ram", "features.store: 'ram' is not one of 'memory', 'disk', 'online'"),
-    ("features.store=disk", "features: folder belongs to store: disk, and that store needs one"),
-    ("features.folder=x", "features: folder belongs to store: disk"),
+    ("features.store=ram", "features.store: 'ram' is not one of 'memory', 'disk', 'online', 'hybrid'"),
+    ("features.store=disk", "features: folder belongs to store: disk or hybrid, and such a store needs one"),
+    ("features.store=hybrid", "features: folder belongs to store: disk or hybrid, and such a store needs one"),
+    ("features.folder=x", "features: folder belongs to store: disk or hybrid"),
+    ("features.dtype=fp8", "features.dtype: 'fp8' is not one of 'target', 'float8', 'int8'"),
+    ("features.prefetch=-1", "prefetch is -1; give 0 or more"),
     ("features.capture_batch=0", "capture_batch is 0; give 1 or more"),
     ("optim.learning_rate=0", "optim: learning_rate and clip_norm must be above 0"),
     ("optim.learning_rate=-1e-3", "learning_rate and clip_norm must be above 0"),
@@ -202,7 +210,7 @@ target:
   shape: {hidden_size: 32, vocab_size: 64, num_layers: 8, intermediate_size: 64, num_heads: 4, num_kv_heads: 2, head_dim: 8}
 drafter: {kind: eagle3, layers: [1, 2, 3], fc_norm: true, loss: {decay: 0.5}}
 data: {train: [a.jsonl, b.jsonl], max_length: 64, max_answer_tokens: 1000}
-features: {store: disk, folder: f, capture_batch: 4}
+features: {store: disk, folder: f, dtype: float8, capture_batch: 4}
 optim: {betas: [0.8, 0.9], weight_decay: 0.01}
 eval: {prompts: p.jsonl, temperature: 0.7}
 tracking: {tracker: none}

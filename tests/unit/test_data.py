@@ -3,6 +3,7 @@
 import collections
 import json
 import random
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
-from draftsmith.train.data import Sequence, count_answer_tokens, load_sequences, plan_epoch
+from draftsmith.train.data import Sequence, count_answer_tokens, data_hash, load_sequences, plan_epoch
 
 
 def conversations(path: Path, answers: list[str], **changes: Any) -> str:
@@ -97,8 +99,97 @@ def test_a_broken_conversation_is_named_with_its_file_and_line(toy: SimpleNamesp
         load(file, toy)
     prompts = tmp_path / "b"
     prompts.write_text(json.dumps({"id": "p", "messages": [{"role": "user", "content": "hello"}]}) + "\n")
-    with pytest.raises(ValueError, match=f"{prompts}: conversation p: no assistant turn"):
+    with pytest.raises(ValueError, match=f"{prompts}:1: conversation p: no assistant turn"):
         load(str(prompts), toy)
+
+
+def test_few_rows_that_cannot_be_read_or_rendered_are_counted_and_many_stop(
+    toy: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a"
+    file = conversations(path, ["one", "two", "three"])
+    prompt = json.dumps({"messages": [{"role": "user", "content": "hello"}]})
+    path.write_text(path.read_text() + f"{{broken\n{prompt}\n{path.read_text().splitlines()[0]}\n")
+    assert len(load(file, toy, max_bad_share=0.4)) == 3
+    error = capsys.readouterr().err
+    assert "data: read 6 rows: 3 used, 1 duplicates, 2 rejected (broken JSON 1, no answer 1)\n" in error
+    with pytest.raises(
+        ValueError,
+        match=f"2 of 6 rows cannot be used .*: {path}:4: broken JSON .*; {path}:5: conversation line-5: no assistant",
+    ):
+        load(file, toy, max_bad_share=0.3)
+
+
+def test_a_row_that_cannot_be_rendered_is_one_row_whatever_its_weight(
+    toy: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = conversations(tmp_path / "a", ["one", "two", "three"])
+    with open(file, "a") as more:
+        more.write('{"prompt": "nobody answered this"}\n')
+    assert len(load(f"{file}?weight=3", toy, max_bad_share=0.25)) == 9
+    assert (
+        "read 4 rows: 3 used, 6 copies of these (weight), 0 duplicates, 1 rejected (no answer 1)\n"
+        in capsys.readouterr().err
+    )
+
+
+def test_what_is_cut_and_what_is_dropped_is_said(
+    toy: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a"
+    rows = [([1, 2, 3, 4, 5, 6, 7, 8], 0b11110000), ([1, 2, 3, 4, 5, 6], 0b001100), ([1, 2, 3, 4, 5, 6, 7], 0b1100000)]
+    records = [{"input_ids": ids, "loss_mask": [bits >> i & 1 for i in range(len(ids))]} for ids, bits in rows]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert load(str(path), toy, max_length=5) == [
+        Sequence([1, 2, 3, 4, 5], [False] * 4 + [True]),
+        Sequence([1, 2, 3, 4, 5], [False, False, True, True, False]),
+    ]
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "data: 2 sequences of 10 tokens, 30.0% of them supervised; 3 cut at 5 tokens, which loses 5 supervised tokens; "
+        "1 dropped with none left"
+    )
+
+
+def test_token_ids_stay_as_they_are_and_must_be_the_tokenizers_own(toy: SimpleNamespace, tmp_path: Path) -> None:
+    path, size = tmp_path / "a", len(toy.make_tokenizer())
+    path.write_text(json.dumps({"input_ids": [5, 6, size - 1], "labels": [-100, 6, size - 1]}))
+    assert load(str(path), toy) == [Sequence([5, 6, size - 1], [False, True, True])]
+    path.write_text(json.dumps({"input_ids": [5, 6, size], "labels": [-100, 6, size]}))
+    with pytest.raises(
+        ValueError,
+        match=f"{path}:1: conversation line-1: token id {size}, but the target's tokenizer has {size}; give ids of",
+    ):
+        load(str(path), toy)
+
+
+def test_raw_text_is_supervised_whole_but_for_what_the_tokenizer_adds(toy: SimpleNamespace, tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "a", toy.make_tokenizer()
+    path.write_text(json.dumps({"text": "the quick brown fox"}))
+    ids = tokenizer("the quick brown fox", add_special_tokens=False)["input_ids"]
+    assert load(str(path), toy) == [Sequence(ids, [True] * len(ids))]
+    bos = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.eos_token_id)]
+    )
+    (sequence,) = load_sequences([str(path)], tokenizer, max_length=64, max_answer_tokens=None, seed=0)
+    assert sequence == Sequence([tokenizer.eos_token_id, *ids], [False] + [True] * len(ids))
+
+
+def test_data_in_which_nothing_is_supervised_is_an_error(toy: SimpleNamespace, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text(json.dumps({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 0]}))
+    with pytest.raises(ValueError, match="no supervised token within 256 tokens"):
+        load(str(path), toy)
+
+
+def test_a_source_has_settings_and_a_cut_file_can_be_salvaged(toy: SimpleNamespace, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    whole = load(conversations(path, ["one", "two", "three"]), toy)
+    assert load(f"{path}?limit=2&weight=2", toy) == whole[:2] * 2
+    path.write_text(path.read_text()[:-5])
+    with pytest.raises(ValueError, match=f"{path}: cut off at line 3, "):
+        load(str(path), toy)
+    assert load(str(path), toy, salvage=True) == whole[:2]
 
 
 def test_answer_tokens_are_counted_by_hand() -> None:
@@ -147,3 +238,15 @@ def test_batches_hold_sequences_of_similar_length() -> None:
     padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
     at_random = sum(8 * max(lengths[i : i + 8]) for i in range(0, 512, 8))
     assert padded < 1.1 * sum(lengths) < 1.5 * sum(lengths) < at_random
+
+
+def test_the_hash_of_the_data_tells_rows_apart_and_needs_memory_for_one_row_only() -> None:
+    one, two = Sequence([5, 6, 7], [False, False, True]), Sequence([5], [True])
+    others = [[one], [two], [one, two], [two, one], [Sequence([5, 6, 7, 5], [False, False, True, True])]]
+    assert len({data_hash(rows) for rows in others}) == len(others)
+    rows = [Sequence([12345] * 100, [True] * 100)] * 5000
+    tracemalloc.start()
+    data_hash(rows)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100_000

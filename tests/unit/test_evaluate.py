@@ -14,10 +14,11 @@ from draftsmith.drafters import tree
 from draftsmith.drafters.base import Drafter, Pick, Proposal, TargetHead
 from draftsmith.drafters.tree import Plan
 from draftsmith.inference import noise
-from draftsmith.inference.conversations import Conversation, prompt_ids, prompt_messages
 from draftsmith.inference.decode import generate
 from draftsmith.inference.evaluate import Settings, agreement, evaluate, measure_acceptance, spread
 from draftsmith.inference.output import Output
+from draftsmith.inference.records import Conversation, prompt_messages
+from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.target import Target, load
 from draftsmith.scripts.summary import summary

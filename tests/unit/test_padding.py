@@ -66,8 +66,8 @@ def pad_with_garbage(batch: TrainingBatch, columns: int) -> TrainingBatch:
             garbage = torch.randn(shape, generator=generator, dtype=tensor.dtype) * 5
         return torch.cat([tensor, garbage], 1)
 
-    fields = [field.name for field in dataclasses.fields(batch) if field.name != "epoch"]
-    return TrainingBatch(**{name: pad(getattr(batch, name)) for name in fields})
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return TrainingBatch(**{name: pad(value) for name, value in fields.items() if isinstance(value, Tensor)})
 
 
 @pytest.mark.parametrize("columns", [1, 7])

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference.conversations import prompt_ids, read_conversations
+from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.decode import generate
+from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.target import Target, load
-from draftsmith.train import regenerate as module
+from draftsmith.train import answers, invent, regenerate
+from draftsmith.train.answers import Settings
 from draftsmith.train.data import load_sequences
-from draftsmith.train.regenerate import Settings, regenerate
+from draftsmith.train.reasoning import Spoken
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +42,25 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows each at a batch size of 1, so that nine prompts are several."""
+    monkeypatch.setattr("draftsmith.train.chunks.BATCHES_PER_CHUNK", 4)
+
+
 def settings(**changes: Any) -> Settings:
-    return Settings(**{"sampler": Sampler(), "max_new": 12, "batch_size": 2, **changes})
+    return Settings(**{"sampler": Sampler(), "max_new": 12, "batch_size": 1, **changes})
+
+
+def run(
+    target: Target, prompts: Path | None, out: Path, chosen: Settings, self_prompt: int = 0
+) -> list[dict[str, Any]]:
+    """What `draftsmith data` does with a target in its own process."""
+    conversations, sources = (read_conversations(prompts), [str(prompts)]) if prompts else ([], [])
+    if self_prompt:
+        invented = invent.invent(target, self_prompt, out, chosen)
+        conversations, sources = conversations + invented.conversations, [*sources, invented.account]
+    return regenerate.regenerate(target, conversations, out, chosen, sources=sources)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -49,7 +68,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_answers_are_the_targets_own_and_old_answers_are_dropped(target: Target, prompts: Path, tmp_path: Path) -> None:
-    records = regenerate(target, prompts, tmp_path / "out.jsonl", settings())
+    records = run(target, prompts, tmp_path / "out.jsonl", settings())
     assert lines(tmp_path / "out.jsonl") == records
     asked = read_conversations(prompts)
     assert [r["id"] for r in records] == [c.id for c in asked] == [*(f"p{i}" for i in range(1, 8)), "line-8", "line-9"]
@@ -57,10 +76,10 @@ def test_answers_are_the_targets_own_and_old_answers_are_dropped(target: Target,
     assert [m["content"] for m in records[7]["messages"]][0] == "a" and len(records[7]["messages"]) == 2
     assert [m["role"] for m in records[8]["messages"]] == ["user", "assistant", "user", "assistant"]
     for record in records:  # one by one and with another budget of batch rows: the same text
-        ids = prompt_ids(target.tokenizer, record["messages"][:-1])  # type: ignore[arg-type]
+        ids = prompt_ids(target.tokenizer, record["messages"][:-1])
         (alone,) = generate(target, [ids], max_new=12, sampler=Sampler())
-        text = alone.ids[:-1] if alone.finished else alone.ids
-        assert record["messages"][-1]["content"] == target.tokenizer.decode(text, skip_special_tokens=True)  # type: ignore[union-attr]
+        text = target.tokenizer.decode(alone.ids[:-1] if alone.finished else alone.ids, skip_special_tokens=True)  # type: ignore[union-attr]
+        assert record["messages"][-1]["content"] == (text if alone.finished else text.rstrip("\ufffd"))
         assert record.get("truncated", False) == (not alone.finished)
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name or "writing" in path.name]
 
@@ -69,7 +88,7 @@ def test_what_reaches_the_budget_is_marked_truncated_and_taught_without_an_end(
     target: Target, prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.jsonl"
-    records = regenerate(target, prompts, out, settings())
+    records = run(target, prompts, out, settings())
     flags = [record.get("truncated") for record in records]
     assert True in flags and None in flags
     assert [conversation.truncated for conversation in read_conversations(out)] == [bool(flag) for flag in flags]
@@ -82,16 +101,16 @@ def test_what_reaches_the_budget_is_marked_truncated_and_taught_without_an_end(
 
 
 def test_provenance_lies_beside_the_file(target: Target, prompts: Path, tmp_path: Path) -> None:
-    regenerate(target, prompts, tmp_path / "out.jsonl", settings(seed=4))
+    run(target, prompts, tmp_path / "out.jsonl", settings(seed=4))
     meta = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
-    assert meta["fingerprint"] == target.shape.fingerprint and meta["prompts"] == str(prompts) and meta["records"] == 9
+    assert meta["fingerprint"] == target.shape.fingerprint and meta["sources"] == [str(prompts)] and meta["done"] == 9
     assert meta["settings"]["seed"] == 4 and meta["settings"]["sampler"]["temperature"] == 0.0
     assert meta["versions"]["torch"] == torch.__version__
 
 
 def interrupt_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Makes decoding fail after some batches; returns how many were decoded."""
-    plain, seen = module.generate, 0
+    """Makes decoding fail after some chunks; returns how many were decoded."""
+    plain, seen = generate, 0
 
     def failing(*arguments: Any, **options: Any) -> Any:
         nonlocal seen
@@ -100,32 +119,40 @@ def interrupt_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
         seen += 1
         return plain(*arguments, **options)
 
-    monkeypatch.setattr(module, "generate", failing)
+    for module in (regenerate, invent):
+        monkeypatch.setattr(module, "generate", failing)
     return lambda: seen
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"sampler": Sampler(1.0), "seed": 3}, {"samples": 2, "sampler": Sampler(1.0)}, {"self_prompt": 6}],
+    [
+        {},
+        {"sampler": Sampler(1.0), "seed": 3},
+        {"samples": 2, "temperatures": ((0.0, 1.0), (1.0, 2.0))},
+        {"self_prompt": 6},
+    ],
     ids=["greedy", "sampled", "samples", "self-prompt"],
 )
-@pytest.mark.parametrize("calls", [0, 4])
+@pytest.mark.parametrize("calls", [0, 2])
 def test_an_interrupted_run_ends_with_the_same_file(
     changes: dict[str, Any], calls: int, target: Target, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight, broken = tmp_path / "straight.jsonl", tmp_path / "broken.jsonl"
+    changes = dict(changes)
+    self_prompt = changes.pop("self_prompt", 0)
     with monkeypatch.context() as patch:
         decoded = interrupt_after(10**6, patch)
-        regenerate(target, prompts, straight, settings(**changes))
-        batches = decoded()
+        run(target, prompts, straight, settings(**changes), self_prompt)
+        chunks = decoded()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt_after(calls, patch)
-        regenerate(target, prompts, broken, settings(**changes))
+        run(target, prompts, broken, settings(**changes), self_prompt)
     assert not broken.exists()
     with monkeypatch.context() as patch:
         decoded = interrupt_after(10**6, patch)
-        regenerate(target, prompts, broken, settings(**changes))
-        assert decoded() == batches - calls  # what was done is not done again
+        run(target, prompts, broken, settings(**changes), self_prompt)
+        assert decoded() == chunks - calls  # what was done is not done again
     assert broken.read_bytes() == straight.read_bytes()
 
 
@@ -135,12 +162,12 @@ def test_a_last_line_cut_off_by_a_kill_is_done_again(
 ) -> None:
     out = tmp_path / "out.jsonl"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_after(3, patch)
-        regenerate(target, prompts, out, settings())
-    partial = tmp_path / "out.jsonl.answers.partial"
+        interrupt_after(2, patch)
+        run(target, prompts, out, settings())
+    partial = tmp_path / "out.jsonl.answers.0.partial"
     partial.write_bytes(partial.read_bytes()[:cut_at])
-    records = regenerate(target, prompts, out, settings())
-    assert records == regenerate(target, prompts, tmp_path / "straight.jsonl", settings())
+    records = run(target, prompts, out, settings())
+    assert records == run(target, prompts, tmp_path / "straight.jsonl", settings())
 
 
 @pytest.mark.parametrize(
@@ -155,16 +182,16 @@ def test_answers_of_any_characters_survive_an_interruption(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_text", lambda target, output: answer)
+    monkeypatch.setattr(regenerate, "spoken", lambda tokenizer, prompt, ids: Spoken(answer))
     out = tmp_path / "out.jsonl"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt_after(2, patch)
-        regenerate(target, prompts, out, settings())
+        run(target, prompts, out, settings())
     if cut_in_a_character:
-        partial = tmp_path / "out.jsonl.answers.partial"
+        partial = tmp_path / "out.jsonl.answers.0.partial"
         with partial.open("ab") as file:
-            file.write('{"batch": 2, "records": [{"id": "é'.encode()[:-1])
-    records = regenerate(target, prompts, out, settings())
+            file.write('{"rows": [{"id": "é'.encode()[:-1])
+    records = run(target, prompts, out, settings())
     assert [record["messages"][-1]["content"] for record in records] == [answer] * 9
     assert [c.messages[-1]["content"] for c in read_conversations(out)] == [answer] * 9
 
@@ -178,31 +205,53 @@ def test_continuing_with_other_settings_is_refused(
     out = tmp_path / "out.jsonl"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt_after(2, patch)
-        regenerate(target, prompts, out, settings())
-    before = (tmp_path / "out.jsonl.answers.partial").read_bytes()
-    with pytest.raises(ValueError, match="was begun with other prompts, settings or another target") as caught:
-        regenerate(target, prompts, out, settings(**changes))
-    assert "\n" not in str(caught.value)
-    assert (tmp_path / "out.jsonl.answers.partial").read_bytes() == before
+        run(target, prompts, out, settings())
+    before = (tmp_path / "out.jsonl.answers.0.partial").read_bytes()
+    with pytest.raises(ValueError, match="was begun with other settings or another target") as caught:
+        run(target, prompts, out, settings(**changes))
+    assert f"(settings.{next(iter(changes))}" in str(caught.value) and "\n" not in str(caught.value)
+    assert (tmp_path / "out.jsonl.answers.0.partial").read_bytes() == before
 
 
-def test_continuing_with_other_prompts_or_another_target_is_refused(
+def test_continuing_with_another_target_is_refused(
     target: Target, prompts: Path, tmp_path: Path, toy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.jsonl"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt_after(2, patch)
-        regenerate(target, prompts, out, settings())
+        run(target, prompts, out, settings())
     other = Target(toy.make_model("llama", seed=5, vocab_size=320), target.tokenizer, target.name)
-    with pytest.raises(ValueError, match="was begun with other prompts"):
-        regenerate(other, prompts, out, settings())
-    prompts.write_text(prompts.read_text().replace("hi ?", "ho ?"))
-    with pytest.raises(ValueError, match="was begun with other prompts"):
-        regenerate(target, prompts, out, settings())
+    with pytest.raises(ValueError, match="another target \\(fingerprint was .* and is "):
+        run(other, prompts, out, settings())
+
+
+def test_continuing_with_changed_rows_takes_over_the_unchanged_ones_only(
+    target: Target, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """speculators#716, #743: rows that moved, changed or came later must not get each other's answers."""
+    out = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(2, patch)
+        run(target, prompts, out, settings())
+    first, second, *rest = prompts.read_text().splitlines(keepends=True)
+    changed = second.replace("hi hi ?", "ho?").replace("p2", "p1")  # another prompt under an id that is done
+    new = '{"id": "new", "messages": [{"role": "user", "content": "new"}]}\n'
+    prompts.write_text(new + "".join(reversed(rest)) + changed + first.replace("p1", "p2"))
+    asked: list[int] = []
+
+    def counting(target: Target, prompts: Any, **options: Any) -> Any:
+        asked.append(len(prompts))
+        return generate(target, prompts, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(regenerate, "generate", counting)
+        records = run(target, prompts, out, settings())
+    assert sum(asked) == 5  # the new one, two that changed, and two without an id, known by their lines
+    assert records == run(target, prompts, tmp_path / "straight.jsonl", settings())
 
 
 def test_samples_are_different_answers_to_the_same_prompt(target: Target, prompts: Path, tmp_path: Path) -> None:
-    records = regenerate(target, prompts, tmp_path / "out.jsonl", settings(samples=3, sampler=Sampler(1.0)))
+    records = run(target, prompts, tmp_path / "out.jsonl", settings(samples=3, sampler=Sampler(1.0)))
     assert [record["id"] for record in records[:4]] == ["p1/0", "p1/1", "p1/2", "p2/0"]
     assert len({json.dumps(record["messages"][:-1]) for record in records[:3]}) == 1
     assert len({record["messages"][-1]["content"] for record in records[:3]}) > 1
@@ -211,35 +260,38 @@ def test_samples_are_different_answers_to_the_same_prompt(target: Target, prompt
 
 def test_a_rows_answer_depends_on_its_own_id_only(target: Target, prompts: Path, tmp_path: Path) -> None:
     sampled = settings(sampler=Sampler(1.0))
-    everything = {r["id"]: r for r in regenerate(target, prompts, tmp_path / "all.jsonl", sampled)}
+    everything = {r["id"]: r for r in run(target, prompts, tmp_path / "all.jsonl", sampled)}
     few = tmp_path / "few.jsonl"
     few.write_text("".join(line + "\n" for line in prompts.read_text().splitlines()[2:5][::-1]))
-    records = regenerate(target, few, tmp_path / "out.jsonl", settings(sampler=Sampler(1.0), batch_size=3))
+    records = run(target, few, tmp_path / "out.jsonl", settings(sampler=Sampler(1.0), batch_size=3))
     assert [record["id"] for record in records] == ["p5", "p4", "p3"]
     assert all(record == everything[record["id"]] for record in records)
-    other_seed = regenerate(target, few, tmp_path / "other.jsonl", settings(sampler=Sampler(1.0), seed=1))
+    other_seed = run(target, few, tmp_path / "other.jsonl", settings(sampler=Sampler(1.0), seed=1))
     assert [r["messages"] for r in other_seed] != [r["messages"] for r in records]
 
 
 def test_a_chat_target_invents_its_own_prompts(target: Target, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    records = regenerate(target, None, out, settings(self_prompt=12, max_new=30))
-    assert 0 < len(records) < 12  # unfinished and very short user turns are dropped
+    records = run(target, None, out, settings(max_new=30, batch_size=4), 12)
+    assert 0 < len(records) <= 12
+    assert re.fullmatch(
+        r"\d+ prompts invented = .*", json.loads((tmp_path / "out.jsonl.meta.json").read_text())["sources"][0]
+    )
     for record in records:
         assert re.fullmatch(r"self-\d{5}", record["id"]) and record["category"] == "self-prompt"
         user, answer = record["messages"]
         assert (user["role"], answer["role"]) == ("user", "assistant") and user["content"]
     texts = [record["messages"][0]["content"] for record in records]
     assert len(set(texts)) == len(texts)
-    assert records == regenerate(target, None, tmp_path / "again.jsonl", settings(self_prompt=12, max_new=30))
+    assert records == run(target, None, tmp_path / "again.jsonl", settings(max_new=30, batch_size=4), 12)
     header = target.tokenizer("<|im_start|>user\n", add_special_tokens=False)["input_ids"]  # type: ignore[misc]
-    seed = module._seed(0, "prompts", records[0]["id"])
+    seed = answers.row_seed(settings(), "prompts", records[0]["id"])
     (expected,) = generate(target, [header], max_new=30, sampler=Sampler(1.0), seeds=[seed])
     assert texts[0] == target.tokenizer.decode(expected.ids[:-1], skip_special_tokens=True)  # type: ignore[union-attr]
 
 
 def test_invented_prompts_come_behind_given_ones(target: Target, prompts: Path, tmp_path: Path) -> None:
-    records = regenerate(target, prompts, tmp_path / "out.jsonl", settings(self_prompt=12, max_new=30))
+    records = run(target, prompts, tmp_path / "out.jsonl", settings(max_new=30, batch_size=4), 12)
     kinds = [record["id"].startswith("self-") for record in records]
     assert kinds[:9] == [False] * 9 and all(kinds[9:]) and len(kinds) > 9
 
@@ -259,15 +311,15 @@ def test_broken_prompts_are_refused_before_anything_is_decoded(
     decoded = interrupt_after(0, monkeypatch)
     (tmp_path / "prompts.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
-        regenerate(target, tmp_path / "prompts.jsonl", tmp_path / "out.jsonl", settings())
+        run(target, tmp_path / "prompts.jsonl", tmp_path / "out.jsonl", settings())
     assert decoded() == 0 and not (tmp_path / "out.jsonl").exists()
 
 
 def test_nothing_to_ask_and_nowhere_to_write_are_refused(target: Target, prompts: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no prompts: give a file of prompts, or --self-prompt N"):
-        regenerate(target, None, tmp_path / "out.jsonl", settings())
+        run(target, None, tmp_path / "out.jsonl", settings())
     with pytest.raises(ValueError, match="the folder .* of the output file does not exist; create it first"):
-        regenerate(target, prompts, tmp_path / "no" / "out.jsonl", settings())
+        run(target, prompts, tmp_path / "no" / "out.jsonl", settings())
 
 
 def test_a_target_without_a_chat_template_cannot_invent_prompts(
@@ -277,4 +329,4 @@ def test_a_target_without_a_chat_template_cannot_invent_prompts(
     tokenizer.chat_template = None
     plain = Target(target.model, tokenizer, "plain")
     with pytest.raises(ValueError, match="plain has no chat template, so it cannot invent user turns"):
-        regenerate(plain, None, tmp_path / "out.jsonl", settings(self_prompt=2))
+        run(plain, None, tmp_path / "out.jsonl", settings(), 2)

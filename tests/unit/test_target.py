@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -14,7 +15,7 @@ from draftsmith.drafters import tree
 from draftsmith.inference.decode import generate
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
-from draftsmith.inference.target import Target, fingerprint, load
+from draftsmith.inference.target import Target, _refuse_offloaded, fingerprint, load
 
 PARENTS = (-1, -1, 0, 0, 1, 4)  # drawn in test_tree.py
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [21], [30, 31, 32, 33]]
@@ -254,3 +255,33 @@ def test_a_head_that_does_not_give_the_model_s_logits_is_refused(toy: SimpleName
         ValueError, match="toy: the head on the last hidden state does not reproduce the model's logits"
     ):
         Target(model, None, "toy")
+
+
+def test_a_target_that_is_spread_out_gives_the_same_states_laws_and_answers(
+    toy: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Spread by accelerate: two layers lie on disk and are fetched by its hooks at every pass, all on a CPU."""
+    target = toy.make_target(tie_word_embeddings=False)
+    ids_BT = torch.tensor([[5, 6, 7, 8, 9, 10], [30, 31, 32, 33, 0, 0]])
+    layers = (1, "last", 3, 4)
+    before = target.hidden(ids_BT, layers)
+    answers = [output.ids for output in generate(target, PROMPTS, max_new=6, sampler=Sampler(0.0))]
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{i}": "disk" if i in (1, 2) else "cpu" for i in range(4)}
+    accelerate.dispatch_model(target.model, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    assert sum(parameter.is_meta for parameter in target.model.parameters()) > 10
+    after = target.hidden(ids_BT, layers)
+    assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
+    assert target.unembed(after[1]).device == target.device == target.head_weight().device == torch.device("cpu")
+    assert [output.ids for output in generate(target, PROMPTS, max_new=6, sampler=Sampler(0.0))] == answers
+    with pytest.raises(
+        ValueError, match=r"toy does not fit on the devices: \d+ of its tensors are offloaded; give more"
+    ):
+        _refuse_offloaded(target.model, "toy")
+
+
+def test_a_target_loaded_with_a_device_map_is_the_same_target(toy_folder: Path) -> None:
+    ids_BT = torch.tensor([[5, 6, 7, 8]])
+    spread, plain = load(toy_folder, device_map="auto"), load(toy_folder)
+    assert spread.shape == plain.shape
+    assert torch.equal(spread.hidden(ids_BT, (1, 4))[0], plain.hidden(ids_BT, (1, 4))[0])

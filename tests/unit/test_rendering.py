@@ -1,25 +1,22 @@
-"""Reading chat records and masking them. Toy tokenizers and templates, each with one habit of a real model family.
+"""Masking conversations. Toy tokenizers and templates, each with one habit of a real model family (`test_templates` has real ones).
 
 Expected values: positions listed by hand, or transformers' own one-call rendering with the prompt.
 """
 
+import dataclasses
 import json
 import random
 import re
-from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.inference import conversations
-from draftsmith.inference.conversations import (
-    Conversation,
-    prompt_ids,
-    prompt_messages,
-    read_conversations,
-    render,
-)
+from draftsmith.inference import rows as rows_module
+from draftsmith.inference.records import Conversation, prompt_messages
+from draftsmith.inference.rendering import Rendered, prompt_ids, render, render_all
+from draftsmith.inference.turns import BadRecord
 
 SWALLOW = ("<|user|>", "<|answer|>", "<|end|>")  # as Phi-3's: these take the whitespace behind them
 SPECIALS = [
@@ -130,21 +127,24 @@ def metaspace_always(template: str | None) -> PreTrainedTokenizerFast:
 TOKENIZERS = {kind.__name__: kind for kind in (byte_bpe, metaspace, metaspace_always, words)}
 
 
-def turns(*contents: str) -> list[dict[str, str]]:
+def turns(*contents: str) -> list[dict[str, Any]]:
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def supervised(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> list[str]:
-    """The generated stretches, decoded."""
-    rendered = render(tokenizer, messages)
+def talk(*contents: str, **fields: Any) -> Conversation:
+    return Conversation("c", tuple(turns(*contents)), **fields)
+
+
+def stretches(tokenizer: PreTrainedTokenizerFast, rendered: Rendered) -> list[str]:
+    """What the target generated, decoded; neighbours joined."""
     assert len(rendered.ids) == len(rendered.loss_mask)
-    stretches: list[list[int]] = []
+    found: list[list[int]] = []
     for i, (token, on) in enumerate(zip(rendered.ids, rendered.loss_mask, strict=True)):
         if on and (i == 0 or not rendered.loss_mask[i - 1]):
-            stretches.append([])
+            found.append([])
         if on:
-            stretches[-1].append(token)
-    return [tokenizer.decode(stretch) for stretch in stretches]
+            found[-1].append(token)
+    return [tokenizer.decode(stretch) for stretch in found]
 
 
 # Masks
@@ -152,7 +152,7 @@ def supervised(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]
 
 def test_the_supervised_positions_of_a_two_turn_conversation_are_those_listed_by_hand() -> None:
     tokenizer = words(CHATML)
-    rendered = render(tokenizer, turns("hi", "yo", "more", "yo done"))
+    (rendered,) = render(tokenizer, talk("hi", "yo", "more", "yo done"))
     listed = [
         ("<|im_start|>", 0), ("user", 0), ("\n", 0), ("hi", 0), ("<|im_end|>", 0), ("\n", 0),
         ("<|im_start|>", 0), ("assistant", 0), ("\n", 0), ("yo", 1), ("<|im_end|>", 1), ("\n", 0),
@@ -167,36 +167,119 @@ def test_the_supervised_positions_of_a_two_turn_conversation_are_those_listed_by
 @pytest.mark.parametrize(
     ("template", "messages", "expected"),
     [
-        ("chatml", turns("hi", "yo", "hi", "yo hi"), ["yo<|im_end|>", "yo hi<|im_end|>"]),
-        ("llama3", turns("hi", " yo ", "hi", "yo hi"), ["yo<|im_end|>", "yo hi<|im_end|>"]),  # the template trims
-        ("gemma", turns("hi", "yo", "hi", "yo hi"), ["yo<|im_end|>", "yo hi<|im_end|>"]),
-        ("mistral", turns("hi", "yo", "hi", "yo hi"), [" yo</s>", " yo hi</s>"]),
-        ("phi3", turns("hi", "yo", "hi", "yo hi"), ["yo<|end|>", "yo hi<|end|>"]),
-        ("vicuna", turns("hi", "yo", "hi", "yo hi"), ["yo", "yo hi"]),
-        ("plain", turns("hi", "yo", "hi", "yo hi"), [" yo</s>", " yo hi</s>"]),
-        # the scaffold is forced before every answer but shown with the last only: the first was given after other text
-        ("think_off", turns("hi", "yo", "hi", "yo hi"), ["yo hi<|im_end|>"]),
-        ("think_shown", turns("hi", "yo"), ["yo<|im_end|>"]),
-        ("think_on", turns("hi", "yo yo yo yo", "hi", "<think>\nhi</think>yo"), ["hi</think>yo<|im_end|>"]),
-        ("chatml", turns("hi", "<think>\n\n</think>yo"), ["<think>\n\n</think>yo<|im_end|>"]),  # the data's
+        ("chatml", turns("hi", "yo", "hi", "yo hi"), [["yo<|im_end|>", "yo hi<|im_end|>"]]),
+        ("llama3", turns("hi", " yo ", "hi", "yo hi"), [["yo<|im_end|>", "yo hi<|im_end|>"]]),  # the template trims
+        ("gemma", turns("hi", "yo", "hi", "yo hi"), [["yo<|im_end|>", "yo hi<|im_end|>"]]),
+        ("mistral", turns("hi", "yo", "hi", "yo hi"), [[" yo</s>", " yo hi</s>"]]),
+        ("phi3", turns("hi", "yo", "hi", "yo hi"), [["yo<|end|>", "yo hi<|end|>"]]),
+        ("vicuna", turns("hi", "yo", "hi", "yo hi"), [["yo", "yo hi"]]),
+        ("plain", turns("hi", "yo", "hi", "yo hi"), [[" yo</s>", " yo hi</s>"]]),
+        # the scaffold is forced before every answer but shown with the last only: each was given after other text
+        ("think_off", turns("hi", "yo", "hi", "yo hi"), [["yo<|im_end|>"], ["yo hi<|im_end|>"]]),
+        ("think_shown", turns("hi", "yo"), [["yo<|im_end|>"]]),
+        # what the template never shows behind its prompt was not given by this target
+        ("think_on", turns("hi", "yo yo yo yo", "hi", "<think>\nhi</think>yo"), [["hi</think>yo<|im_end|>"]]),
+        ("chatml", turns("hi", "<think>\n\n</think>yo"), [["<think>\n\n</think>yo<|im_end|>"]]),  # the data's
         (
             "drops_reasoning",
             turns("hi", "yo", "hi", "<think>hi</think>yo"),
-            ["yo<|im_end|>", "<think>hi</think>yo<|im_end|>"],
+            [["yo<|im_end|>", "<think>hi</think>yo<|im_end|>"]],
         ),
-        ("drops_reasoning", turns("hi", "<think>hi</think>yo", "hi", "yo"), ["yo<|im_end|>"]),
-        ("chatml", turns("hi", ""), ["<|im_end|>"]),
-        ("vicuna", turns("hi", ""), []),
-        ("chatml", turns("hi", ">"), ["><|im_end|>"]),
-        ("chatml", turns("hi", "yo<|tool|>"), ["yo<|tool|><|im_end|>"]),  # a special token of the answer's own
-        ("phi3", turns("hi", "yo<|tool|>"), ["yo<|tool|><|end|>"]),
-        ("chatml", turns("hi", "yo<|im_end|>hi"), ["yo<|im_end|>"]),  # there the target would have stopped
-        ("vicuna", turns("hi", "yo<|tool|>"), ["yo<|tool|>"]),
-        ("chatml", turns("hi", "yo \n"), ["yo \n<|im_end|>"]),
+        (
+            "drops_reasoning",
+            turns("hi", "<think>hi</think>yo", "hi", "yo"),
+            [["<think>hi</think>yo<|im_end|>"], ["yo<|im_end|>"]],
+        ),
+        (
+            "drops_reasoning",  # the third row begins with the fourth answer's context, the second with none of the others'
+            turns("hi", "yo", "hi", "<think>hi</think>yo", "hi", "yo hi", "hi", "<think>yo</think>hi"),
+            [
+                ["<think>hi</think>yo<|im_end|>"],
+                ["yo<|im_end|>", "yo hi<|im_end|>", "<think>yo</think>hi<|im_end|>"],
+            ],
+        ),
+        ("chatml", turns("hi", ""), [["<|im_end|>"]]),
+        ("vicuna", turns("hi", ""), [[]]),
+        ("chatml", turns("hi", ">"), [["><|im_end|>"]]),
+        ("chatml", turns("hi", "yo<|tool|>"), [["yo<|tool|><|im_end|>"]]),  # a special token of the answer's own
+        ("phi3", turns("hi", "yo<|tool|>"), [["yo<|tool|><|end|>"]]),
+        ("chatml", turns("hi", "yo<|im_end|>hi"), [["yo<|im_end|>"]]),  # there the target would have stopped
+        ("vicuna", turns("hi", "yo<|tool|>"), [["yo<|tool|>"]]),
+        ("chatml", turns("hi", "yo \n"), [["yo \n<|im_end|>"]]),
     ],
 )
 def test_what_is_supervised_is_what_the_target_writes(template, messages, expected) -> None:
-    assert supervised(byte_bpe(TEMPLATES[template]), messages) == expected
+    tokenizer = byte_bpe(TEMPLATES[template])
+    rows = render(tokenizer, Conversation("c", tuple(messages)))
+    assert [stretches(tokenizer, row) for row in rows] == expected
+    (last,) = render(tokenizer, Conversation("c", tuple(messages)), reasoning="last")
+    assert last == rows[-1]
+    assert {row.method for row in rows} == {"plain" if template == "plain" else "prefixes"}
+
+
+def test_a_truncated_answer_has_no_end_of_turn_and_given_ids_are_taken_as_they_are() -> None:
+    tokenizer = byte_bpe(CHATML)
+    (row,) = render(tokenizer, talk("hi", "yo", "hi", "yo hi", truncated=True))
+    assert stretches(tokenizer, row) == ["yo<|im_end|>", "yo hi"] and row.loss_mask[-1]
+    (row,) = render(tokenizer, Conversation("c", (), given=((5, 3, 4), (False, True, True))))
+    assert row == Rendered([5, 3, 4], [False, True, True], "given")
+
+
+# Generation tags
+
+
+def tagged(assistant: str, user: str = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n") -> str:
+    return (
+        "{% for m in messages %}{% if m.role == 'assistant' %}" + assistant + "{% else %}" + user + "{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "method"),
+    [
+        (
+            tagged("<|im_start|>assistant\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"),
+            "tags",
+        ),
+        # an end of turn is written by the target all the same, and a newline or a header is not
+        (tagged("<|im_start|>assistant\n{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>\n"), "tags"),
+        (
+            tagged("<|im_start|>assistant\n{% generation %}{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}"),
+            "tags",
+        ),
+        (
+            tagged("{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}"),
+            "tags",
+        ),
+        (
+            tagged("<|im_start|>assistant\n{{ m.content }}{% generation %}<|im_end|>{% endgeneration %}{{ '\n' }}"),
+            "prefixes",
+        ),
+        (
+            tagged(
+                "<|im_start|>assistant\n{% generation %}{{ m.content[:5] }}{% endgeneration %}{{ m.content[5:] }}<|im_end|>\n"
+            ),
+            "prefixes",
+        ),
+        (
+            tagged(
+                "<|im_start|>assistant\n{% generation %}{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}",
+                "<|im_start|>user\n{% generation %}{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}",
+            ),
+            "prefixes",
+        ),
+        ("{% generation %}" + CHATML + "{% endgeneration %}", "prefixes"),
+    ],
+    ids=["exact", "no end of turn", "newline", "header", "nothing", "a part of the last", "the user too", "everything"],
+)
+def test_tags_are_believed_where_they_mark_what_the_target_writes_and_the_mask_is_right_anyway(
+    template, method
+) -> None:
+    conversation = talk("hi", "yo hi", "yo", "hi yo yo")
+    (row,) = render(byte_bpe(template), conversation)
+    (untagged,) = render(byte_bpe(CHATML), conversation)
+    assert row == dataclasses.replace(untagged, method=method)
 
 
 # Ids
@@ -211,16 +294,17 @@ def test_ids_before_a_supervised_answer_are_prompt_ids_and_the_text_survives(kin
     for _ in range(100):
         number = rng.choice((2, 4, 6))
         messages = turns(*("".join(rng.choices(bits, k=rng.randrange(6))) for _ in range(number)))
-        rendered = render(tokenizer, messages)
-        mask = rendered.loss_mask
+        rows = render(tokenizer, Conversation("c", tuple(messages)))
         prompts = {tuple(prompt_ids(tokenizer, messages[:i])) for i in range(1, number, 2)}
-        starts = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
-        if template == "think_shown":  # what is shown but not forced lies between the prompt and the answer
-            starts = [len(prompt_ids(tokenizer, messages[:-1]))]
-        assert all(tuple(rendered.ids[:start]) in prompts for start in starts)
+        for row in rows:
+            mask = row.loss_mask
+            starts = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
+            if template == "think_shown":  # what is shown but not forced lies between the prompt and the answer
+                starts = [len(prompt_ids(tokenizer, messages[:-1]))] * (row is rows[-1])
+            assert all(tuple(row.ids[:start]) in prompts for start in starts)
         if template not in ("plain", "phi3") and kind in ("byte_bpe", "metaspace"):  # the others lose or add spaces
             text = tokenizer.apply_chat_template(messages, tokenize=False)
-            assert tokenizer.decode(rendered.ids).removeprefix(" ") == text.removeprefix(" ")
+            assert tokenizer.decode(rows[-1].ids).removeprefix(" ") == text.removeprefix(" ")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +322,10 @@ def test_without_a_merge_over_the_boundary_ids_are_those_of_one_tokenizer_call(k
     messages = turns("hi  yo", "(yo)\n\nhi 😀", "\n", "(hi)")
     given = tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True)["input_ids"]
     assert prompt_ids(tokenizer, messages[:3]) == given
-    assert render(tokenizer, messages).ids == tokenizer.apply_chat_template(messages)["input_ids"]
+    assert (
+        render(tokenizer, Conversation("c", tuple(messages)))[-1].ids
+        == tokenizer.apply_chat_template(messages)["input_ids"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,7 +342,7 @@ def test_without_a_merge_over_the_boundary_ids_are_those_of_one_tokenizer_call(k
 def test_a_merge_over_the_boundary_is_undone(tokenizer, answer, first) -> None:
     messages = turns("hi", answer, "hi", answer)
     whole = tokenizer.apply_chat_template(messages)["input_ids"]
-    rendered = render(tokenizer, messages)
+    (rendered,) = render(tokenizer, Conversation("c", tuple(messages)))
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
     assert rendered.ids[: len(prompt)] == prompt != whole[: len(prompt)]
     assert rendered.loss_mask[: len(prompt)] == [False] * len(prompt)
@@ -271,7 +358,7 @@ def test_a_bos_comes_from_the_template_only_and_the_fallback_keeps_the_tokenizer
     add_bos = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = add_bos
     assert tokenizer("hi")["input_ids"][0] == tokenizer.bos_token_id
-    for ids in (prompt_ids(tokenizer, turns("hi")), render(tokenizer, turns("hi", "yo")).ids):
+    for ids in (prompt_ids(tokenizer, turns("hi")), render(tokenizer, talk("hi", "yo"))[0].ids):
         assert ids.count(tokenizer.bos_token_id) == count
         assert count == 0 or ids[0] == tokenizer.bos_token_id
 
@@ -285,31 +372,52 @@ def test_a_tokenizer_without_a_template_gets_the_plain_format() -> None:
 
 def test_turns_after_the_last_answer_are_left_out() -> None:
     tokenizer = byte_bpe(DROPS_REASONING)
-    messages = turns("hi", "<think>hi</think>yo")
-    assert render(tokenizer, [*messages, *turns("yo")]) == render(tokenizer, messages)
+    contents = ("hi", "<think>hi</think>yo")
+    assert render(tokenizer, talk(*contents, "yo")) == render(tokenizer, talk(*contents))
 
 
 def test_a_tool_turn_is_read_not_written() -> None:
+    tokenizer = byte_bpe(CHATML)
     messages = [*turns("hi", "yo"), {"role": "tool", "content": "hi"}, {"role": "assistant", "content": "yo yo"}]
-    assert supervised(byte_bpe(CHATML), messages) == ["yo<|im_end|>", "yo yo<|im_end|>"]
+    (row,) = render(tokenizer, Conversation("c", tuple(messages)))
+    assert stretches(tokenizer, row) == ["yo<|im_end|>", "yo yo<|im_end|>"]
 
 
 def test_a_very_long_answer_is_supervised_whole_and_without_a_warning(caplog) -> None:
     tokenizer = words(CHATML)
     tokenizer.model_max_length = 100
-    assert sum(render(tokenizer, turns("hi", "yo" + " " * 200_000)).loss_mask) == 1 + 200_000 + 1
+    (row,) = render(tokenizer, talk("hi", "yo" + " " * 200_000))
+    assert sum(row.loss_mask) == 1 + 200_000 + 1
     assert not caplog.records
 
 
+@pytest.mark.parametrize("template", ["chatml", "drops_reasoning", "phi3", "vicuna", "plain"])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_many_conversations_at_once_give_what_each_gives_alone(kind, template) -> None:
+    tokenizer = TOKENIZERS[kind](TEMPLATES[template])
+    rng = random.Random(0)
+    bits = ["hi", "yo", " ", "\n", ":", "é", "<think>", "</think>", "<|im_end|>"]
+    conversations = [
+        talk(*("".join(rng.choices(bits, k=rng.randrange(6))) for _ in range(rng.randrange(1, 6)))) for _ in range(150)
+    ]
+    refused = 0
+    for conversation, rows in zip(conversations, render_all(tokenizer, conversations), strict=True):
+        if isinstance(rows, BadRecord):
+            refused += 1
+            with pytest.raises(ValueError, match=re.escape(str(rows))):
+                render(tokenizer, conversation)
+        else:
+            assert rows == render(tokenizer, conversation)
+    assert 0 < refused < 100
+
+
 def test_the_tokenised_text_grows_with_the_number_of_turns_not_with_its_square(monkeypatch) -> None:
-    encode, seen = conversations._encode, []
-    monkeypatch.setattr(
-        conversations, "_encode", lambda tokenizer, texts: seen.extend(texts) or encode(tokenizer, texts)
-    )
+    encode, seen = rows_module._encode, []
+    monkeypatch.setattr(rows_module, "_encode", lambda tokenizer, texts: seen.extend(texts) or encode(tokenizer, texts))
     lengths = []
     for number in (10, 100):
         seen.clear()
-        render(byte_bpe(CHATML), turns(*["hi yo"] * number))
+        render(byte_bpe(CHATML), talk(*["hi yo"] * number))
         lengths.append(sum(map(len, seen)))
     assert lengths[1] < 11 * lengths[0]
 
@@ -347,7 +455,7 @@ def test_the_tokenised_text_grows_with_the_number_of_turns_not_with_its_square(m
 def test_what_cannot_be_rendered_is_refused_by_name(template, messages, error) -> None:
     tokenizer = byte_bpe(TEMPLATES[template])
     with pytest.raises(ValueError, match=f"^{re.escape(error)}") as caught:
-        render(tokenizer, messages, where="a.jsonl:3")
+        render(tokenizer, Conversation("c", tuple(messages)), where="a.jsonl:3")
     assert "\n" not in str(caught.value)
 
 
@@ -366,108 +474,22 @@ def test_a_prompt_is_cut_off_before_the_final_answer_and_must_ask_for_one() -> N
             prompt_messages([{"role": role, "content": ""} for role in roles])
 
 
-# Reading
+def test_an_answer_that_is_read_only_is_shown_and_not_supervised() -> None:
+    tokenizer = byte_bpe(CHATML)
+    for learned, expected in (
+        ((False, True), [["yo hi<|im_end|>"]]),
+        ((True, False), [["yo<|im_end|>"]]),
+        ((False, False), []),
+    ):
+        messages = turns("hi", "yo", "hi", "yo hi")
+        messages[1]["supervised"], messages[3]["supervised"] = learned
+        for reasoning in ("rows", "last"):
+            rows = render(tokenizer, Conversation("c", tuple(messages)), reasoning=reasoning)
+            assert [stretches(tokenizer, row) for row in rows] == expected
 
 
-def write(path: Path, *records: object) -> Path:
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
-def test_both_shapes_are_read_into_the_same_turns(tmp_path) -> None:
-    contents = ["hé 😀", "", "x" * 1_000_000, "yo\u2028yo\r\n"]
-    sharegpt = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(contents)]
-    path = write(
-        tmp_path / "a.jsonl",
-        {"messages": turns(*contents), "source": "left alone"},
-        {"id": 7, "conversations": sharegpt, "category": "writing"},
-    )
-    assert read_conversations(path) == [
-        Conversation("line-1", tuple(turns(*contents))),
-        Conversation("7", tuple(turns(*contents)), "writing"),
-    ]
-
-
-def test_every_role_name_is_mapped(tmp_path) -> None:
-    names = "system human user tool function observation gpt user chatgpt user bing user bard user assistant user model"
-    path = write(tmp_path / "a.jsonl", {"conversations": [{"from": name, "value": ""} for name in names.split()]})
-    roles = [message["role"] for message in read_conversations(path)[0].messages]
-    assert roles == ["system", "user", "user", "tool", "tool", "tool"] + ["assistant", "user"] * 5 + ["assistant"]
-
-
-def test_bom_crlf_blank_lines_and_a_missing_last_newline_are_taken(tmp_path) -> None:
-    path, line = tmp_path / "a.jsonl", json.dumps({"messages": turns("hi")}).encode()
-    path.write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n  \n" + line)
-    assert [conversation.id for conversation in read_conversations(path)] == ["line-1", "line-4"]
-
-
-ROLE_NAMES = "user, human, assistant, gpt, chatgpt, bing, bard, model, tool, function, observation, system"
-SHAPES = re.escape('allowed: {"messages": [{"role": ..., "content": ...}, ...]} or ShareGPT {"conversations": ')
-
-
-def one(**turn: object) -> dict[str, object]:
-    return {"messages": [turn]}
-
-
-@pytest.mark.parametrize(
-    ("record", "error"),
-    [
-        ('{"messages": [', rf"broken JSON \(Expecting value, column 15\); {SHAPES}"),
-        ("[" * 100_000, r"broken JSON \(.*recursion.*\); allowed"),
-        ("9" * 5_000, r"broken JSON \(Exceeds the limit.*\); allowed"),
-        ("[]", rf"no turns in \[\]; {SHAPES}"),
-        ({"prompt": "hi"}, rf'no turns in {{"prompt": "hi"}}; {SHAPES}'),
-        ({"messages": [], "conversations": []}, f"two lists of turns in .*; {SHAPES}"),
-        ({"messages": []}, r"'messages' is \[\]; allowed: a list of at least one turn"),
-        ({"conversations": "hi"}, "'conversations' is \"hi\"; allowed: a list of at least one turn"),
-        ({"messages": ["hi"]}, 'turn 1 is "hi"; allowed: an object with role and content, or with from and value'),
-        (one(role="user", value="hi"), "turn 1 is {.*}; allowed: an object with role and content, or"),
-        (
-            one(role="asistant", content=""),
-            rf"turn 1 has the unknown role .*, did you mean 'assistant'\?; allowed: {ROLE_NAMES}",
-        ),
-        (one(role="xyz", content=""), f'turn 1 has the unknown role "xyz"; allowed: {ROLE_NAMES}'),
-        (one(role=None, content=""), f"turn 1 has the unknown role null; allowed: {ROLE_NAMES}"),
-        (one(role="user", content=None), "turn 1 has the content null; allowed: a string"),
-        (one(role="user", content=[{"type": "text"}]), r'turn 1 has the content \[{"type": "text"}\]; allowed: a str'),
-        (one(**{"from": "human", "value": 3}), "turn 1 has the value 3; allowed: a string"),
-        (one(role="user", content=["x" * 1_000]), r'turn 1 has the content \["xxx.* \.\.\.; allowed: a string'),
-        (one(role="user", content="\ud83d"), r"turn 1 holds half a surrogate pair, \\ud83d; allowed: whole characters"),
-        (one(role="user", content="", tool_calls=[{}]), "turn 1: 'tool_calls' would be lost; allowed: its text inside"),
-        ({**one(role="user", content=""), "tools": [{}]}, "'tools' would be lost; allowed: its text inside"),
-        ({**one(role="user", content=""), "id": 1.5}, "'id' is 1.5; allowed: a string or a whole number"),
-        ({**one(role="user", content=""), "category": 1}, "'category' is 1; allowed: a string"),
-        ({**one(role="user", content=""), "id": "line-1"}, "id 'line-1' is already that of line 1; allowed: a diff"),
-        ({"messages": turns("hi", "yo")[1:]}, "turn 1, an assistant turn, answers nothing; allowed: after a user"),
-        (
-            {"messages": [*turns("hi", "yo"), turns("", "yo")[1]]},
-            "turn 3, an assistant turn, answers nothing; allowed: after",
-        ),
-    ],
-)
-def test_a_broken_record_is_named_with_file_and_line_and_what_is_allowed(tmp_path, record, error) -> None:
-    path = tmp_path / "a.jsonl"
-    line = record if isinstance(record, str) else json.dumps(record)
-    path.write_text(json.dumps({"messages": turns("hi")}) + "\n\n" + line)
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}:3: {error}") as caught:
-        read_conversations(path)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        (None, f": No such file or directory; {SHAPES}"),
-        (b"", f": no conversation in it; {SHAPES}"),
-        (b"\xef\xbb\xbf\r\n \n", f": no conversation in it; {SHAPES}"),
-        ('{"messages": []}'.encode("utf-16"), r":1: not UTF-8 \(byte 0xff in column 1\); save the file as UTF-8"),
-        (b'\n{"caf\xe9": 1}', r":2: not UTF-8 \(byte 0xe9 in column 6\); save the file as UTF-8"),
-    ],
-    ids=["missing", "empty", "blank", "UTF-16", "Latin-1"],
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path, content, error) -> None:
-    path = tmp_path / "a.jsonl"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}{error}"):
-        read_conversations(path)
+def test_a_template_that_shows_the_day_gives_the_same_ids_every_day() -> None:
+    """Templates ask for the day by `strftime_now`; what they are told does not change."""
+    tokenizer = byte_bpe("{{ strftime_now('%Y-%m-%d') }}" + CHATML)
+    (row,) = render(tokenizer, Conversation("c", tuple(turns("hi", "yo"))))
+    assert tokenizer.decode(row.ids).startswith("2026-01-01<|im_start|>user")
