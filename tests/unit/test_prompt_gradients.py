@@ -55,6 +55,19 @@ RECORDS: list[dict[str, Any]] = [
         "messages": [{"role": "user", "content": "jumps"}, {"role": "assistant", "content": "the quick brown"}],
         "truncated": True,
     },
+    {
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "over the fox", "supervised": False},
+            {"role": "user", "content": "and today"},
+            {"role": "assistant", "content": "the lazy dog"},
+        ]
+    },
+    {"instruction": "hello", "input": "fox", "output": "the quick dog"},
+    {"prompt": "how are you?", "completion": "over the lazy dog"},
+    {"text": "the quick brown fox jumps"},
+    {"input_ids": [5, 9, 30, 14, 7, 21], "loss_mask": [0, 0, 1, 1, 0, 1]},
+    {"input_ids": [5, 9, 30, 14, 7], "labels": [-100, -100, 30, 14, -100]},
 ]
 
 
@@ -70,7 +83,8 @@ def rows(request: pytest.FixtureRequest, target: Target, tmp_path: Path) -> list
     tokenizer: Any = target.tokenizer
     tokenizer.chat_template = TEMPLATES[request.param]
     found = [row for c in read_conversations(tmp_path / "records.jsonl") for row in sequences_of(tokenizer, c)]
-    assert len(found) >= len(RECORDS) and all(any(row.loss_mask) and not all(row.loss_mask) for row in found)
+    assert len(found) >= len(RECORDS) and all(any(row.loss_mask) for row in found)
+    assert sum(all(row.loss_mask) for row in found) == 1  # raw text has no prompt
     return found
 
 
