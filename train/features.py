@@ -199,6 +199,8 @@ class FeatureStore:
             f"features: {self.bytes_per_token():,} bytes per token, {whole / 1e9:.2f} GB in {self.config.folder} "
             f"({taken / 1e9:.2f} GB are there), {free / 1e9:.1f} GB free"
         )
+        if self.config.dtype != "target":
+            _say(f"features: stored as {self.config.dtype}; {encodings.MEASURED}")
         if whole - taken > free:
             raise ValueError(
                 f"{self.config.folder} needs another {(whole - taken) / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB; free "
