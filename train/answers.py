@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.drafters.checkpoint import write_text
-from draftsmith.inference.records import Conversation, Message, prompt_messages
+from draftsmith.inference.records import Conversation, Message, prompt_messages, to_record
 from draftsmith.inference.sampling import Sampler
 from draftsmith.train import journal
 from draftsmith.train.journal import Key, content_hash
@@ -289,12 +289,8 @@ def _record(row: Row, result: Record, settings: Settings) -> Record:
         for given, answer in zip(row.segments, result["answers"], strict=False)  # fewer answers if it ended early
         for message in (*map(_read_only, given), answer)
     ]
-    record: Record = {"id": row.id, "category": row.conversation.category, "messages": messages}
-    if row.conversation.tools:
-        record["tools"] = list(row.conversation.tools)
-    if settings.temperatures:
-        record["temperature"] = row.sampler.temperature
-    return record | ({"truncated": True} if result["truncated"] else {})
+    answered = dataclasses.replace(row.conversation, id=row.id, messages=tuple(messages), truncated=result["truncated"])
+    return to_record(answered) | ({"temperature": row.sampler.temperature} if settings.temperatures else {})
 
 
 def _read_only(message: Message) -> Message:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from draftsmith.drafters.base import TrainableDrafter, TrainingBatch
 from draftsmith.drafters.losses import summarise
@@ -21,6 +20,7 @@ from draftsmith.inference.decode import generate
 from draftsmith.inference.output import Output
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
+from draftsmith.inference.target import load_tokenizer
 from draftsmith.inference.tokenizers import compare
 from draftsmith.train import coverage
 from draftsmith.train.checks import Finding, Subject, judge
@@ -68,7 +68,7 @@ def draft_tokenizer(subject: Subject) -> Finding:
     source = subject.config.drafter_settings.get("source", "target")
     if subject.config.kind != "draft_lm" or source in ("target", "scratch"):
         return judge("the draft reads and proposes the target's own ids", figures={"own_tokenizer": False})
-    found = compare(subject.tokenizer, AutoTokenizer.from_pretrained(source))
+    found = compare(subject.tokenizer, load_tokenizer(source))
     return judge(
         f"{source}: {found.share:.1%} of the smaller vocabulary are common tokens, "
         + ("with the same ids" if found.kind == "same" else "but other ids"),
