@@ -28,14 +28,19 @@ __all__ = [
 _SHARED = {
     "anchors",
     "adapters",
+    "attention",
     "base",
     "causal_lm",
     "checkpoint",
+    "compiling",
     "divergences",
+    "fused",
     "grow",
+    "head_gradient",
     "kv",
     "language_model",
     "layers",
+    "layout",
     "losses",
     "recurrent",
     "regression",
@@ -43,6 +48,7 @@ _SHARED = {
     "starts",
     "texts",
     "tree",
+    "unpack",
     "vocabulary",
 }
 _UNTRAINED = {"ngram", "suffix"}  # drafters, but nothing here trains them: no `Config`, no `Model`

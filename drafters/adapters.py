@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.drafters.base import TargetHead
-from draftsmith.drafters.losses import CHUNK_ELEMENTS
+from draftsmith.drafters.fused import CHUNK_ELEMENTS
 from draftsmith.drafters.settings import nearest
+from draftsmith.drafters.unpack import recompute_layers
 
 
 class AdaptedTarget:
@@ -62,6 +63,11 @@ class AdaptedTarget:
             if parameter.requires_grad
         }
 
+    def recompute(self, on: bool) -> None:
+        """Activation checkpointing of its layers; they ask for training mode, and no dropout inside them may wake up."""
+        for layer in recompute_layers(self._lora.model, on):
+            layer.training = on
+
     def last(self, ids_BT: Tensor) -> Tensor:
         """States after the final norm (B, T, D) of right-padded sequences, with gradient towards the adapters."""
         model = self._lora.model
@@ -97,7 +103,9 @@ def compare(original_nD: Tensor, adapted_nD: Tensor, target: TargetHead) -> tupl
         KL(original ‖ adapted) with gradient towards `adapted_nD`; log-normaliser and argmax of the adapted law, without.
         (n) each; fp32, or fp64 for fp64 states, and int64.
     """
-    size = max(1, CHUNK_ELEMENTS // target.shape.vocab_size)
+    size = max(
+        1, CHUNK_ELEMENTS // 2 // target.shape.vocab_size
+    )  # several matrices of a chunk are kept for the gradient
 
     def chunk(original_cD: Tensor, adapted_cD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         original_cV, logits_cV = (_wide(target.unembed(last_cD)) for last_cD in (original_cD, adapted_cD))

@@ -10,12 +10,14 @@ F feature width, V target vocabulary, W draft vocabulary.
 
 import abc
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from draftsmith.drafters.layout import Layout, one_text_per_row
 from draftsmith.drafters.tree import Plan, Tree
 
 LayerId = int | Literal["last"]
@@ -116,6 +118,10 @@ class TargetHead(Protocol):
     tokenizer: Any
     """None if it came without one."""
 
+    @property
+    def not_plain(self) -> str | None:
+        """Why its decoder layers cannot be copied or adapted as they are (quantised, sharded, …); None if they can."""
+
     def drive(self, model: Any) -> Any:
         """Another causal LM, run as the target is (a `language_model.LanguageModel`): in eval mode, but not frozen."""
 
@@ -204,7 +210,7 @@ class LossParts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """Right-padded training sequences.
+    """Rows of training texts: one or more in a row, one behind the other, padding only behind the last.
 
     Attributes:
         ids_BT: int64.
@@ -216,6 +222,7 @@ class TrainingBatch:
         epoch: which pass over the data this is; thinned depths choose other starts in each.
         top_ids_BTk: int32, the k tokens that alone have a probability for the teacher; None if all have.
         top_logits_BTk: their logits, in the target's dtype.
+        layout: which texts there are, on the host; not given, each row is one.
     """
 
     ids_BT: Tensor
@@ -227,6 +234,19 @@ class TrainingBatch:
     epoch: int = 0
     top_ids_BTk: Tensor | None = None
     top_logits_BTk: Tensor | None = None
+    layout: Layout = None  # type: ignore[assignment]  # never None once made
+
+    def __post_init__(self) -> None:
+        if self.layout is None:
+            object.__setattr__(self, "layout", one_text_per_row(self.ids_BT, self.loss_mask_BT))
+
+
+class Load(NamedTuple):
+    """The size of a batch: its tokens, those of them that count in the loss, and its texts."""
+
+    tokens: int
+    supervised: int
+    texts: int
 
 
 class Pace(NamedTuple):
@@ -260,6 +280,8 @@ class TrainableDrafter(nn.Module, Drafter):
     """Whether training changes a copy of the target too: then the model itself is for training, and `served` decodes with
     `adapted_model` as its target."""
 
+    activation_checkpointing: bool = False
+    """Training keeps less of each layer or depth for backward and computes it again there."""
     averages: bool = True
     """Whether `optim.ema` can follow its weights: not where adapters hold what is trained."""
 
@@ -280,9 +302,42 @@ class TrainableDrafter(nn.Module, Drafter):
     def weights(self) -> Iterable[Tensor]:
         return self.parameters()
 
+    def recomputed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(*arguments)`, computed again in backward where that is asked for (`activation_checkpointing`)."""
+        if not (self.activation_checkpointing and torch.is_grad_enabled()):
+            return function(*arguments)
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
     def pace(self, name: str) -> Pace:
         """How the parameter of that name learns."""
         return Pace()
+
+    def training_flops(self) -> Callable[[Load], float]:
+        """FLOPs of forward and backward on a batch: 6 per parameter of a matrix and position that it is applied to, for its output
+        and two gradients (4 if it is frozen), and 2 for the teacher's head. Attention scores, norms, embeddings are left out. The
+        sizes are read now, before an engine shards them."""
+        embeddings = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
+        costs = {
+            name: (6 if parameter.requires_grad else 4) * parameter.numel()
+            for name, parameter in self.named_parameters()
+            if parameter.dim() > 1 and id(parameter) not in embeddings
+        }
+        ids_W = self.token_ids_W
+        head = self.shape.hidden_size * (self.shape.vocab_size if ids_W is None else len(ids_W))
+
+        def flops(load: Load) -> float:
+            own = sum(cost * self.positions(name, load) for name, cost in costs.items())
+            return own + head * (2 * load.supervised + (4 * self.draft_positions(load) if self.shares_head else 0))
+
+        return flops
+
+    def positions(self, name: str, load: Load) -> float:
+        """How many positions of a batch the parameter of that name is applied to. Here each depth has its own."""
+        return self.draft_positions(load) / self.training_depth
+
+    def draft_positions(self, load: Load) -> float:
+        """Draft positions that a batch trains, all depths together."""
+        return load.supervised * float(sum(self.config.loss.thin**j for j in range(self.training_depth)))
 
     def served(self, shape: Shape) -> "TrainableDrafter":
         """A copy of what is saved and decodes after training, on the CPU, for the target of that shape."""

@@ -29,9 +29,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters.anchors import Blocks, anchor_weights
+from draftsmith.drafters.anchors import anchor_weights
+from draftsmith.drafters.attention import attend
 from draftsmith.drafters.base import (
     LayerId,
+    Load,
     LossParts,
     Pick,
     Proposal,
@@ -44,6 +46,7 @@ from draftsmith.drafters.eagle3 import check_ascending, check_layers
 from draftsmith.drafters.grow import Frontier, grow
 from draftsmith.drafters.kv import KeyValues, Slots, slots_behind, with_rows
 from draftsmith.drafters.layers import Attention, Block, RMSNorm, rotary_tables
+from draftsmith.drafters.layout import sent
 from draftsmith.drafters.losses import Distilled, LossConfig, distill
 from draftsmith.drafters.starts import Starts
 from draftsmith.drafters.tree import Plan
@@ -217,38 +220,52 @@ class Model(TrainableDrafter):
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
+    def draft_positions(self, load: Load) -> float:
+        """Of the blocks: their starts are drawn, at most so many of a text."""
+        return min(load.supervised, self.config.anchors * load.texts) * self.training_depth
+
+    def positions(self, name: str, load: Load) -> float:
+        """The layers see whole blocks, the anchor included."""
+        blocks = self.draft_positions(load) / self.training_depth
+        if name.startswith("fc."):
+            return load.tokens
+        return self.config.block_size * blocks if name.startswith("layers.") else self.draft_positions(load)
+
     def forward(self, batch: TrainingBatch) -> LossParts:
         config = self.config
         weight_JBT = anchor_weights(batch, config.depth, config.anchors)
-        anchors = Starts(weight_JBT[0] > 0)
+        anchors = Starts.where(batch, weight_JBT[0] > 0)
         hidden_nJD = self.train_blocks(batch, anchors)
         reads_nJX, head_WX = hidden_nJD, self.head_weight()
         if config.markov_rank:  # one product for both parts of the logits
-            depth_J = torch.arange(config.depth, device=batch.ids_BT.device)
-            before_nJ = (anchors.starts_n[:, None] + 1 + depth_J).clamp_max(batch.ids_BT.shape[1] - 1)
-            previous_nJr = self.lm_head_markov.previous(batch.ids_BT[anchors.rows_n[:, None], before_nJ])
+            before_nJ = torch.stack([anchors.ids_at(1 + j) for j in range(config.depth)], 1)
+            previous_nJr = self.lm_head_markov.previous(before_nJ)
             reads_nJX = torch.cat([hidden_nJD, previous_nJr.to(hidden_nJD.dtype)], 2)
             head_WX = torch.cat([head_WX.to(self.dtype), self.lm_head_markov.next.weight], 1)
-        reads = [anchors.place(reads_nJX[:, j]) for j in range(config.depth)]
+        reads = [
+            Starts.where(batch, weight_BT > 0).of(anchors, x_nX)
+            for weight_BT, x_nX in zip(weight_JBT, reads_nJX.unbind(1), strict=True)
+        ]
         out = distill(reads, [head_WX], batch, self.target, self.token_ids_W, config.loss, weight_JBT)
         return self._add_confidence(out, hidden_nJD, anchors) if config.confidence_weight else out.parts
 
     def train_blocks(self, batch: TrainingBatch, anchors: Starts) -> Tensor:
         """States (n, J, D) of the blocks at the given starts."""
-        context_BTD = self.context(batch.features_BTF)
-        context_tables = self._tables(torch.arange(anchors.width, device=context_BTD.device)[None])
-        anchor_ids_n = batch.ids_BT[anchors.rows_n, anchors.starts_n + 1]
-        x_nQD, tables = self._entries(anchor_ids_n, anchors.starts_n + 1)
-        blocks = Blocks(anchors, self.config.block_size)
+        context_1ND = self.context(batch.features_BTF).flatten(0, 1)[None]
+        context_tables = self._tables(sent(batch.layout.position_N, context_1ND.device)[None])
+        x_nQD, tables = self._entries(anchors.ids_at(1), sent(anchors.position_n + 1, context_1ND.device))
         for layer in self.layers:
-            context = layer.self_attn.keys(context_BTD, context_tables)
-            x_nQD = layer(x_nQD, tables, functools.partial(blocks.attend, layer.self_attn, context))
+            key_1NHE, value_1NHE = layer.self_attn.keys(context_1ND, context_tables)
+            x_nQD = self.recomputed(
+                layer, x_nQD, tables, functools.partial(_read_texts, anchors, (key_1NHE[0], value_1NHE[0]))
+            )
         return self._finish(x_nQD)
 
     def _add_confidence(self, out: Distilled, hidden_nJD: Tensor, anchors: Starts) -> LossParts:
         """Binary cross entropy towards α, with the weights of the loss itself."""
-        place = (slice(None), anchors.rows_n, anchors.starts_n)
-        overlap_Jn, weight_Jn = out.overlap_JBT[place], out.weight_JBT[place]
+        overlap_Jn, weight_Jn = (
+            x_JBT.flatten(1).index_select(1, anchors.index_n) for x_JBT in (out.overlap_JBT, out.weight_JBT)
+        )
         logits_Jn = self.confidence_head(hidden_nJD)[..., 0].T.to(overlap_Jn.dtype)
         # An overlap of fp32 rounding's making may exceed 1.
         wrong_Jn = nn.functional.binary_cross_entropy_with_logits(logits_Jn, overlap_Jn.clamp(0, 1), reduction="none")
@@ -316,6 +333,11 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     """Five, evenly from 2 to L-2, fewer where they coincide: inputs of these layers, in the paper's count outputs 1 to L-3."""
     first, last = 1, max(1, num_layers - 3)
     return tuple(sorted({round(first + (last - first) * i / 4) + 1 for i in range(5)}))
+
+
+def _read_texts(anchors: Starts, context: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`Attend` in training: the context up to each block's anchor, and the block itself."""
+    return attend(anchors, query, context, (key, value))
 
 
 def _read_cache(

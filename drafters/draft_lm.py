@@ -27,11 +27,13 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters import causal_lm, checkpoint
-from draftsmith.drafters.base import LossParts, Pick, Proposal, Shape, TargetHead, TrainableDrafter, TrainingBatch
+from draftsmith.drafters.base import Load, LossParts, Pick, Proposal, Shape, TargetHead, TrainableDrafter, TrainingBatch
 from draftsmith.drafters.language_model import DraftLM, LanguageModel, State
+from draftsmith.drafters.layout import sent
 from draftsmith.drafters.losses import Distilled, LossConfig, distill
-from draftsmith.drafters.starts import trained_starts
+from draftsmith.drafters.starts import Starts, trained_starts
 from draftsmith.drafters.tree import Plan
+from draftsmith.drafters.unpack import apart, recompute_layers, text_by_text, together
 from draftsmith.drafters.vocabulary import check_draft_vocab_size, choose_draft_vocabulary, draft_vocab_size, offsets
 
 SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size")
@@ -148,6 +150,10 @@ class Model(TrainableDrafter):
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
         config, layers = self.config, kept_layers(self.config, self.shape)
         if config.source == "target":
+            if target.not_plain:
+                raise ValueError(
+                    f"a draft LM with source: target begins as layers of the target, but {target.not_plain}; or give another source"
+                )
             self._build(config, causal_lm.cut_config(target.model.config.get_text_config(), layers))
         kept_W = choose_draft_vocabulary(token_counts_V[: self.config.lm["vocab_size"]], len(self.d2t))
         self.d2t.copy_(offsets(kept_W))
@@ -175,25 +181,32 @@ class Model(TrainableDrafter):
             )
         return judge
 
+    def positions(self, name: str, load: Load) -> float:
+        return load.supervised if name.startswith("lm.lm_head.") else load.tokens
+
     def forward(self, batch: TrainingBatch) -> LossParts:
         if not self._references:
             return self._distilled(batch).parts
         with torch.no_grad():
             all_tokens = self._distilled(batch)
             easy = self._references[0]._distilled(batch, loss=self.config.loss)  # whatever it was distilled with itself
-            gap_BT = (all_tokens.loss_JBT - easy.loss_JBT)[0]
-            weight_BT = hardest(gap_BT, trained_starts(batch, 1)[0], self.config.keep)
+            trained = sent(trained_starts(batch, 1)[0], batch.ids_BT.device)
+            gap, trained = (apart(x_BT, batch) for x_BT in ((all_tokens.loss_JBT - easy.loss_JBT)[0], trained))
+            weight_BT = together(hardest(gap, trained, self.config.keep), batch)
         parts = self._distilled(batch, weight_BT[None]).parts
         return LossParts(parts.sum, parts.count, all_tokens.parts.metrics)
 
     def _distilled(
-        self, batch: TrainingBatch, weight_1BT: Tensor | None = None, loss: LossConfig | None = None
+        self, batch: TrainingBatch, scale_1BT: Tensor | None = None, loss: LossConfig | None = None
     ) -> Distilled:
-        states_BTD = self.lm.base_model(input_ids=self._known(batch.ids_BT), use_cache=False).last_hidden_state
-        head_WD = self.lm.get_output_embeddings().weight
-        at_starts_BTD = states_BTD.roll(-1, 1)  # wraps at the end, where nothing is trained
-        loss = loss or self.config.loss
-        return distill([at_starts_BTD], [head_WD], batch, self.target, self.token_ids_W, loss, weight_1BT)
+        recompute_layers(self.lm, self.activation_checkpointing)
+        states_BTD = text_by_text(
+            lambda ids: self.lm.base_model(input_ids=self._known(ids), use_cache=False).last_hidden_state, batch
+        )
+        head_WD, loss = self.lm.get_output_embeddings().weight, loss or self.config.loss
+        starts = Starts.where(batch, trained_starts(batch, 1)[0])
+        reads_nD = states_BTD.flatten(0, 1).index_select(0, sent(starts.place_n + 1, states_BTD.device))
+        return distill([reads_nD], [head_WD], batch, self.target, self.token_ids_W, loss, scale_JBT=scale_1BT)
 
     def _known(self, ids_BT: Tensor) -> Tensor:
         """Ids that the LM can read: one that it lacks is read as 0, as in drafting."""

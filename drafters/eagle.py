@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.base import LossParts, Shape, TargetHead, TrainingBatch
 from draftsmith.drafters.layers import Attention, Block
+from draftsmith.drafters.layout import sent
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.recurrent import RecurrentDrafter
 from draftsmith.drafters.starts import Starts, element_numbers, trained_starts
@@ -96,19 +97,21 @@ class Model(RecurrentDrafter):
             reads, [self.shared_head_WD], batch, self.target, self.token_ids_W, config.loss, adjust_draft=True
         )
         parts = distilled.parts
-        error, error_J = regression(outputs, batch, distilled.weight_JBT)
+        error, error_J = regression(outputs, batch, trained_JBT, distilled.weight_JBT)
         total = config.loss_weight * parts.sum + config.regression_weight * error
         return LossParts(total, parts.count, parts.metrics | {"regression": error_J})
 
     def noisy(self, batch: TrainingBatch) -> Tensor:
-        """The target's states with the noise of training, (B, T, D). A sequence is as long as up to its last supervised token."""
+        """The target's states with the noise of training, (B, T, D). A text is as long as up to its last supervised token."""
         features_BTD = batch.features_BTF.to(self.dtype)
         if self.config.noise == 0:
             return features_BTD
-        end_T = torch.arange(1, features_BTD.shape[1] + 1, device=features_BTD.device)
-        length_B = (batch.loss_mask_BT * end_T).amax(1).clamp_min(1)
-        scale_B = self.config.noise * NOISE_LENGTH / length_B
-        noise_BTD = (2 * element_numbers(batch, features_BTD.shape[2]) - 1) * scale_B[:, None, None]
+        mask_N, scale_N = batch.layout.loss_mask_BT.flatten(), torch.zeros(batch.ids_BT.numel())
+        for begin, end in batch.layout.bounds:
+            length = int((mask_N[begin:end] * torch.arange(1, end - begin + 1)).max()) if end > begin else 0
+            scale_N[begin:end] = self.config.noise * NOISE_LENGTH / max(1, length)
+        scale_BT1 = sent(scale_N, features_BTD.device).view_as(batch.ids_BT)[..., None]
+        noise_BTD = (2 * element_numbers(batch, features_BTD.shape[2]) - 1) * scale_BT1
         return features_BTD + noise_BTD.to(features_BTD.dtype)
 
     # ---- how the layer is put together -------------------------------------------------------------------------------
@@ -142,24 +145,27 @@ class Model(RecurrentDrafter):
         return out
 
 
-def regression(outputs: list[Tensor], batch: TrainingBatch, weight_JBT: Tensor) -> tuple[Tensor, Tensor]:
+def regression(
+    outputs: list[Tensor], batch: TrainingBatch, trained_JBT: Tensor, weight_JBT: Tensor
+) -> tuple[Tensor, Tensor]:
     """SmoothL1 between the output at start p and depth j and the target's state at p + 1 + j, a mean over the width.
 
     Args:
-        outputs: J tensors (B, T, D).
-        batch: the training sequences.
-        weight_JBT: of every start and depth, 0 where it is not trained.
+        outputs: J tensors (n, D), at the starts where a depth is trained.
+        batch: the training texts.
+        trained_JBT: bool, which these are, on the host.
+        weight_JBT: what they weigh.
 
     Returns:
         The weighted sum, a scalar with gradient, and the J plain sums, fp32 without gradient.
     """
     totals, sums = [], []
-    for depth, (output_BTD, weight_BT) in enumerate(zip(outputs, weight_JBT, strict=True)):
-        starts = Starts(weight_BT > 0)
-        wide = torch.promote_types(output_BTD.dtype, torch.float32)
-        next_nD = batch.last_BTD[starts.rows_n, starts.starts_n + 1 + depth].to(wide)
-        output_nD = starts.pick(output_BTD).to(wide)
-        error_n = nn.functional.smooth_l1_loss(output_nD, next_nD, reduction="none").mean(1)
-        totals.append((error_n * weight_BT[starts.rows_n, starts.starts_n].to(wide)).sum())
+    for depth, (output_nD, trained_BT, weight_BT) in enumerate(zip(outputs, trained_JBT, weight_JBT, strict=True)):
+        starts = Starts.where(batch, trained_BT)
+        wide = torch.promote_types(output_nD.dtype, torch.float32)
+        next_n = sent(starts.place_n + 1 + depth, output_nD.device)
+        next_nD = batch.last_BTD.flatten(0, 1).index_select(0, next_n).to(wide)
+        error_n = nn.functional.smooth_l1_loss(output_nD.to(wide), next_nD, reduction="none").mean(1)
+        totals.append((error_n * starts.pick(weight_BT).to(wide)).sum())
         sums.append(error_n.detach().sum().float())
     return torch.stack(totals).sum(), torch.stack(sums)

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters.base import LayerId, LossParts, Shape, TargetHead, TrainingBatch
+from draftsmith.drafters.base import LayerId, Load, LossParts, Shape, TargetHead, TrainingBatch
 from draftsmith.drafters.layers import Attention, Block, RMSNorm, norm_each
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.recurrent import RecurrentDrafter
@@ -107,6 +107,9 @@ class Model(RecurrentDrafter):
         if self.config.initialise_head == "target":
             with torch.no_grad():
                 self.lm_head.weight.copy_(self.head_rows())
+
+    def positions(self, name: str, load: Load) -> float:
+        return load.tokens if name.startswith("fc.") else super().positions(name, load)
 
     def forward(self, batch: TrainingBatch) -> LossParts:
         loss = self.config.loss

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters.base import LossParts, Pick, Proposal, Shape, TargetHead, TrainableDrafter, TrainingBatch
+from draftsmith.drafters.base import Load, LossParts, Pick, Proposal, Shape, TargetHead, TrainableDrafter, TrainingBatch
 from draftsmith.drafters.grow import Frontier, grow
 from draftsmith.drafters.kv import KeyValues, slots_behind, with_rows
 from draftsmith.drafters.layers import DecoderLayer, ResidualBlock
@@ -126,17 +126,23 @@ class Model(TrainableDrafter):
         """The projections to the vocabulary (W, D): one per depth, or the shared one alone."""
         return [head.get_parameter("weight") for head in self.lm_heads]
 
+    def positions(self, name: str, load: Load) -> float:
+        if name.startswith("prefix."):
+            return load.tokens
+        return (
+            self.draft_positions(load) if len(self.lm_heads) == 1 and name.startswith("lm_heads.") else load.supervised
+        )
+
     def forward(self, batch: TrainingBatch) -> LossParts:
         loss = self.config.loss
         hidden_BTD = batch.last_BTD.to(self.dtype)
         if self.prefix is not None:
-            hidden_BTD = self.prefix(hidden_BTD)
+            hidden_BTD = self.recomputed(self.prefix.over_texts, hidden_BTD, batch)
         reads: list[Tensor] = []
         for k, trained_BT in enumerate(trained_starts(batch, self.config.num_heads, loss.thin)):
-            starts = Starts(trained_BT)
-            place_nP = starts.starts_n[:, None] + 1 + torch.arange(k + 1, device=trained_BT.device)
-            path_nP = batch.ids_BT[starts.rows_n[:, None], place_nP]
-            reads.append(starts.place(self._read(starts.pick(hidden_BTD), path_nP)))
+            starts = Starts.where(batch, trained_BT)
+            path_nP = torch.stack([starts.ids_at(1 + i) for i in range(k + 1)], 1)
+            reads.append(self.recomputed(self._read, starts.pick(hidden_BTD), path_nP))
         return distill(reads, self.head_weights(), batch, self.target, self.token_ids_W, loss).parts
 
     def _read(self, hidden: Tensor, path: Tensor) -> Tensor:

@@ -8,8 +8,11 @@ Letters: B sequences, H heads, T positions, R queries, S keys, E head width, D w
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters.base import Shape
+from draftsmith.drafters.attention import attend
+from draftsmith.drafters.base import Shape, TrainingBatch
 from draftsmith.drafters.kv import KeyValues, Slots
+from draftsmith.drafters.layout import sent
+from draftsmith.drafters.starts import Starts
 
 
 class RMSNorm(nn.Module):
@@ -117,25 +120,35 @@ class DecoderLayer(Block):
         self.rope_theta = shape.rope_theta
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, x_BRD: Tensor, cache: KeyValues | None = None, slots: Slots | None = None) -> Tensor:
-        """The layer's output (B, R, D).
+    def forward(self, x_BRD: Tensor, cache: KeyValues, slots: Slots) -> Tensor:
+        """The layer's output (B, R, D) for tokens behind what the cache holds.
 
         Args:
-            x_BRD: a whole text, or the R tokens behind what the cache holds; padding on the right changes nothing before it.
+            x_BRD: R tokens.
             cache: earlier keys and values; the new ones are written into it.
-            slots: where they go (`slots_behind`); given if and only if there is a cache.
+            slots: where they go (`slots_behind`).
         """
-        assert (cache is None) == (slots is None)
-        extent, device = x_BRD.shape[1] if slots is None else slots.extent, x_BRD.device
-        slot_S = torch.arange(extent, device=device)
-        position_BR = slot_S[None] if slots is None else slots.index_BR
-        tables = rotary_tables(position_BR, self.self_attn.head_dim, self.rope_theta)
+        slot_S = torch.arange(slots.extent, device=x_BRD.device)
+        tables = rotary_tables(slots.index_BR, self.self_attn.head_dim, self.rope_theta)
         normed = self.input_layernorm(x_BRD)
         key, value = (x_BRHE.transpose(1, 2) for x_BRHE in self.self_attn.keys(normed, tables))
-        if cache is not None and slots is not None:
-            key, value = cache.write(key, value, slots)
-        mixed = self.self_attn.mix(self.self_attn.queries(normed, tables), key, value, slot_S <= position_BR[..., None])
+        key, value = cache.write(key, value, slots)
+        seen_BRS = slot_S <= slots.index_BR[..., None]
+        mixed = self.self_attn.mix(self.self_attn.queries(normed, tables), key, value, seen_BRS)
         return self.add_mlp(x_BRD + self.self_attn.o_proj(mixed))
+
+    def over_texts(self, x_BTD: Tensor, batch: TrainingBatch) -> Tensor:
+        """The layer's output (B, T, D) over the texts of a training batch; 0 at padding."""
+        tokens = Starts.where(batch, (batch.layout.text_N >= 0).view_as(batch.layout.ids_BT))
+        position_1n = sent(tokens.position_n, x_BTD.device)[None]
+        tables = rotary_tables(position_1n, self.self_attn.head_dim, self.rope_theta)
+        x_1nD = tokens.pick(x_BTD)[None]
+        normed_1nD = self.input_layernorm(x_1nD)
+        key, value = (tokens.over_places(x_1nHE[0]) for x_1nHE in self.self_attn.keys(normed_1nD, tables))
+        query_n1HE = self.self_attn.queries(normed_1nD, tables).transpose(0, 1)
+        mixed_1nX = attend(tokens, query_n1HE, (key, value)).transpose(0, 1)
+        out_1nD = self.add_mlp(x_1nD + self.self_attn.o_proj(mixed_1nX))
+        return tokens.over_places(out_1nD[0]).view_as(x_BTD)
 
 
 class ResidualBlock(nn.Module):

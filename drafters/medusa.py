@@ -94,8 +94,8 @@ class Model(TrainableDrafter):
         trained_KBT = trained_starts(batch, config.num_heads, config.loss.thin)
         hidden: list[Tensor] = []
         for block, trained_BT in zip(self.blocks, trained_KBT, strict=True):
-            starts = Starts(trained_BT)
-            hidden.append(starts.place(block(starts.pick(batch.last_BTD).to(self.dtype))))
+            read_nD = Starts.where(batch, trained_BT).pick(batch.last_BTD).to(self.dtype)
+            hidden.append(self.recomputed(block, read_nD))
         return distill(hidden, self.head_weights(), batch, self.target, self.token_ids_W, config.loss).parts
 
     def init(self, batch: int, capacity: int) -> Tensor:

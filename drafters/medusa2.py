@@ -15,7 +15,7 @@ Letters: B sequences, T positions, D width, n supervised rows.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from draftsmith.drafters import medusa
 from draftsmith.drafters.adapters import AdaptedTarget, compare
-from draftsmith.drafters.base import LossParts, Pace, Shape, TargetHead, TrainableDrafter, TrainingBatch
+from draftsmith.drafters.base import Load, LossParts, Pace, Shape, TargetHead, TrainableDrafter, TrainingBatch
+from draftsmith.drafters.layout import sent
 from draftsmith.drafters.starts import supervised_rows
+from draftsmith.drafters.unpack import text_by_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,10 @@ class Model(medusa.Model):
         self.adapters = nn.ParameterDict()
 
     def initialise(self, target: TargetHead, token_counts_V: Tensor, batches: Iterable[TrainingBatch] = ()) -> None:
+        if target.not_plain:
+            raise ValueError(
+                f"medusa2 adapts a copy of the target, but {target.not_plain}; or give kind: medusa, which leaves it as it is"
+            )
         super().initialise(target, token_counts_V, batches)
         config = self.config
         self.adapted = AdaptedTarget(target.model, config.adapt_rank, config.adapt_alpha, config.adapt_modules)
@@ -78,18 +84,33 @@ class Model(medusa.Model):
             return Pace()
         return Pace(self.config.adapt_learning_rate_ratio, self.config.warmup_heads)
 
+    def training_flops(self) -> Callable[[Load], float]:
+        """The adapted target runs as well; its own weights are frozen."""
+        model, heads = self.target.model, super().training_flops()
+        frozen = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+        return lambda load: heads(load) + 4 * frozen * load.tokens
+
+    def positions(self, name: str, load: Load) -> float:
+        return load.tokens if name.startswith("adapters.") else super().positions(name, load)
+
     def forward(self, batch: TrainingBatch) -> LossParts:
         """The store's states of the original target serve the self-distillation alone."""
-        last_BTD = self.adapted.last(batch.ids_BT)
-        rows_n = supervised_rows(batch)
-        kl_n, normaliser_n, argmax_n = compare(batch.last_BTD[rows_n], last_BTD[rows_n], self.target)
+        self.adapted.recompute(self.activation_checkpointing)
+        last_BTD = text_by_text(self.adapted.last, batch)
+        rows_n = sent(supervised_rows(batch), last_BTD.device)
+        here_nD, there_nD = (x_BTD.flatten(0, 1).index_select(0, rows_n) for x_BTD in (batch.last_BTD, last_BTD))
+        kl_n, normaliser_n, argmax_n = compare(here_nD, there_nD, self.target)
+
+        def placed(like_BT: Tensor, values_n: Tensor) -> Tensor:
+            return (
+                torch.zeros_like(like_BT).flatten().index_copy(0, rows_n, values_n.to(like_BT.dtype)).view_as(like_BT)
+            )
+
         own = dataclasses.replace(  # as a teacher, states pass no gradient on (`losses`)
             batch,
             last_BTD=last_BTD,
-            log_normaliser_BT=torch.zeros_like(batch.log_normaliser_BT).index_put(
-                rows_n, normaliser_n.to(batch.log_normaliser_BT.dtype)
-            ),
-            argmax_BT=torch.zeros_like(batch.argmax_BT).index_put(rows_n, argmax_n),
+            log_normaliser_BT=placed(batch.log_normaliser_BT, normaliser_n),
+            argmax_BT=placed(batch.argmax_BT, argmax_n),
         )
         parts = super().forward(own)
         kl = kl_n.sum()

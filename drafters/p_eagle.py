@@ -26,8 +26,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from draftsmith.drafters.attention import attend
 from draftsmith.drafters.base import (
     LayerId,
+    Load,
     LossParts,
     Pick,
     Proposal,
@@ -39,7 +41,8 @@ from draftsmith.drafters.base import (
 from draftsmith.drafters.eagle3 import MidLayer, check_ascending, check_layers, default_layers
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.kv import KeyValues, Slots, slots_behind, with_rows
-from draftsmith.drafters.layers import Attention, DecoderLayer, RMSNorm, norm_each, rotary_tables
+from draftsmith.drafters.layers import Attention, Block, DecoderLayer, RMSNorm, norm_each, rotary_tables
+from draftsmith.drafters.layout import sent
 from draftsmith.drafters.losses import LossConfig, distill
 from draftsmith.drafters.starts import Starts, trained_starts
 from draftsmith.drafters.tree import Plan
@@ -87,6 +90,8 @@ class State:
 
 Joint = tuple[Tensor, Tensor]
 """What the first layer reads: attention input (…, I) and residual (…, D)."""
+Attend = Callable[[int, Attention, Tensor], Tensor]
+"""A layer's number, attention and attention input to its mixed values (…, H E)."""
 
 
 class Model(TrainableDrafter):
@@ -135,13 +140,13 @@ class Model(TrainableDrafter):
     def _join(self, embedded: Tensor, state: Tensor) -> Joint:
         return self.midlayer.join(embedded, state, self.config.norm_before_residual)
 
-    def _run(self, joint: Joint, attend: Callable[[int, Attention, Tensor], Tensor]) -> Tensor:
+    def _run(self, joint: Joint, attend: Attend) -> Tensor:
         """All layers: (…, D). `attend` gives a layer's mixed values (…, H E) for its number, attention and attention input."""
         reads, residual = joint
         for number, layer in enumerate((self.midlayer, *self.layers)):
             if number > 0:
                 reads = layer.input_layernorm(residual)
-            residual = layer.add_mlp(residual + layer.self_attn.o_proj(attend(number, layer.self_attn, reads)))
+            residual = self.recomputed(_run_layer, number, layer, attend, reads, residual)
         return residual
 
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,33 +154,43 @@ class Model(TrainableDrafter):
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
+    def positions(self, name: str, load: Load) -> float:
+        """All depths go through the same layers, at once."""
+        return load.tokens if name.startswith("fc.") else self.draft_positions(load)
+
     def forward(self, batch: TrainingBatch) -> LossParts:
         loss = self.config.loss
-        entries = MaskEntries(trained_starts(batch, self.config.depth, loss.thin))
-        position_T = torch.arange(batch.ids_BT.shape[1], device=batch.ids_BT.device)
-        tables, causal_1TT = self._tables(position_T[None]), position_T <= position_T[None, :, None]
-        prefix: list[tuple[Tensor, Tensor]] = []  # each layer's keys and values of depth 0
+        trained_JBT = trained_starts(batch, self.config.depth, loss.thin)
+        tokens = Starts.where(batch, (batch.layout.text_N >= 0).view_as(batch.layout.ids_BT))
+        device = batch.ids_BT.device
+        tables = self._tables(sent(tokens.position_n, device)[None])
+        prefix: dict[int, tuple[Tensor, Tensor]] = {}  # each layer's keys and values of depth 0, at all places
 
-        def attend(number: int, attention: Attention, reads_BTI: Tensor) -> Tensor:
-            prefix.append(attention.keys(reads_BTI, tables))
-            key_BHTE, value_BHTE = (x_BTHE.transpose(1, 2) for x_BTHE in prefix[number])
-            return attention.mix(attention.queries(reads_BTI, tables), key_BHTE, value_BHTE, causal_1TT)
+        def attend_texts(number: int, attention: Attention, reads_1nI: Tensor) -> Tensor:
+            key, value = (tokens.over_places(x_1nHE[0]) for x_1nHE in attention.keys(reads_1nI, tables))
+            prefix[number] = key, value
+            return attend(tokens, attention.queries(reads_1nI, tables).transpose(0, 1), prefix[number]).transpose(0, 1)
 
-        next_BT = batch.ids_BT.roll(-1, dims=1)  # wraps at the end, where nothing is trained
-        fused_BTD = self._fuse(batch.features_BTF)
-        first_BTD = self._run(self._join(self.target.embed(next_BT).to(self.dtype), fused_BTD), attend)
+        next_BT = batch.ids_BT.flatten().roll(-1).view_as(batch.ids_BT)
+        embedded, fused = (tokens.pick(x)[None] for x in (self.target.embed(next_BT), self._fuse(batch.features_BTF)))
+        first_nD = self._run(self._join(embedded.to(self.dtype), fused), attend_texts)[0]
 
         # All mask entries are alike until they attend: one row stands for them, and rotary positions make it n.
-        mask_tables = self._tables((entries.start_n + entries.depth_n)[None])
-        mask = (x_D[None, None].to(fused_BTD.dtype) for x_D in (self.mask_embedding, self.mask_state))
+        entries = MaskEntries(batch, trained_JBT)
+        mask_tables = self._tables(sent(entries.starts.position_n + entries.depth_n, device)[None])
+        mask = (x_D[None, None].to(fused.dtype) for x_D in (self.mask_embedding, self.mask_state))
 
         def attend_masks(number: int, attention: Attention, reads_1nI: Tensor) -> Tensor:
             key_1nHE, value_1nHE = attention.keys(reads_1nI, mask_tables)
-            own = key_1nHE[0], value_1nHE.expand_as(key_1nHE)[0]
-            return entries.attend(attention, attention.queries(reads_1nI, mask_tables)[0], prefix[number], own)[None]
+            own = entries.own(key_1nHE[0]), entries.own(value_1nHE.expand_as(key_1nHE)[0])
+            query_n1HE = attention.queries(reads_1nI, mask_tables).transpose(0, 1)
+            return attend(entries.starts, query_n1HE, prefix[number], own, entries.seen_n1M).transpose(0, 1)
 
-        later_nD = self.norm(self._run(self._join(*mask), attend_masks)[0])
-        hidden = [self.norm(first_BTD), *entries.place(later_nD)]
+        later_nD = self._run(self._join(*mask), attend_masks)[0]
+        if entries.starts.count == 0:  # the one row that stands for them is not needed either
+            later_nD = later_nD[:0]
+        first = Starts.where(batch, trained_JBT[0]).of(tokens, first_nD)
+        hidden = [self.norm(x_nD) for x_nD in (first, *entries.by_depth(later_nD))]
         return distill(hidden, [self.lm_head.weight], batch, self.target, self.token_ids_W, loss).parts
 
     # ---- drafting ----------------------------------------------------------------------------------------------------
@@ -249,40 +264,42 @@ class Model(TrainableDrafter):
         return State(state.caches, lengths, state.hidden_BKD.index_copy(0, rows_B, other.hidden_BKD))
 
 
+def _run_layer(number: int, layer: Block, attend: Attend, reads: Tensor, residual: Tensor) -> Tensor:
+    out: Tensor = layer.add_mlp(residual + layer.self_attn.o_proj(attend(number, layer.self_attn, reads)))
+    return out
+
+
 class MaskEntries:
-    """The n mask entries (start, depth of 1 or more) that training runs.
+    """The n mask entries (start, depth of 1 or more) that training runs, by start and then by depth.
 
     Args:
-        trained_JBT: bool, where each depth is trained; an entry is needed where its depth or a deeper one is.
+        batch: the training texts.
+        trained_JBT: bool, on the host, where each depth is trained; an entry is needed where its depth or a deeper one is.
 
     Attributes:
-        start_n, depth_n: int64.
+        starts: where they start.
+        depth_n: int64, on the host.
+        seen_n1M: bool, which of `own` an entry sees.
     """
 
-    def __init__(self, trained_JBT: Tensor) -> None:
-        needed_JBT = trained_JBT.flip(0).cumsum(0).flip(0) > 0
-        self._num_masks = num_masks = len(trained_JBT) - 1
-        self._slots = slots = Starts(needed_JBT[1:].permute(1, 2, 0).flatten(1))
-        self.start_n, self.depth_n = slots.starts_n // num_masks, slots.starts_n % num_masks + 1
-        # Padding is start 0 and depth 0: it sees itself (a softmax over nothing is NaN) and nobody else sees it.
-        start_BA, depth_BA = slots.pad(torch.stack([self.start_n + 1, self.depth_n], 1)).unbind(2)
-        prefix_BAT = torch.arange(trained_JBT.shape[2], device=start_BA.device) < start_BA[..., None]
-        own_BAA = (start_BA[:, None] == start_BA[..., None]) & (depth_BA[:, None] <= depth_BA[..., None])
-        self._seen_BAS = torch.cat([prefix_BAT, own_BAA], 2)
+    def __init__(self, batch: TrainingBatch, trained_JBT: Tensor) -> None:
+        trained_JN = trained_JBT.flatten(1)
+        needed_JN = trained_JN.flip(0).cumsum(0).flip(0) > 0
+        place_n, above_n = needed_JN[1:].T.nonzero(as_tuple=True)
+        self.starts, self.depth_n = Starts(batch, place_n), above_n + 1
+        # A start has all depths up to its deepest: those above an entry stand right in front of it.
+        back_M = torch.arange(len(trained_JN) - 1)
+        self._own_nM = sent((torch.arange(len(place_n))[:, None] - back_M).clamp_min(0), self.starts.device)
+        self.seen_n1M = sent((back_M < self.depth_n[:, None])[:, None], self.starts.device)
+        self._trained = [
+            sent(((self.depth_n == depth) & trained_JN[depth, place_n]).nonzero()[:, 0], self.starts.device)
+            for depth in range(1, len(trained_JN))
+        ]
 
-    def attend(
-        self, attention: Attention, query_nHE: Tensor, prefix: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Mixed values (n, H E) over depth-0 keys and values (B, T, kv heads, E) up to each start and its own (n, kv heads, E)."""
+    def own(self, x_nHE: Tensor) -> Tensor:
+        """Of each entry those of its start up to its depth, the nearest first, and others behind: (n, M, H, E)."""
+        return x_nHE.index_select(0, self._own_nM.flatten()).unflatten(0, self._own_nM.shape)
 
-        def pad(x_nHE: Tensor) -> Tensor:
-            return self._slots.pad(x_nHE.flatten(1)).unflatten(2, x_nHE.shape[1:])
-
-        key_BHSE, value_BHSE = (
-            torch.cat([first, pad(later)], 1).transpose(1, 2) for first, later in zip(prefix, own, strict=True)
-        )
-        return self._slots.unpad(attention.mix(pad(query_nHE), key_BHSE, value_BHSE, self._seen_BAS))
-
-    def place(self, x_nD: Tensor) -> tuple[Tensor, ...]:
-        """One (B, T, D) for each depth from 1, 0 where there is no entry."""
-        return self._slots.place(x_nD).unflatten(1, (-1, self._num_masks)).unbind(2)
+    def by_depth(self, x_nD: Tensor) -> list[Tensor]:
+        """What stands at the entries of each depth from 1, where it is trained."""
+        return [x_nD.index_select(0, index_r) for index_r in self._trained]

@@ -8,8 +8,8 @@ test", Li et al. 2025, arXiv 2503.01840; Zhang et al. 2024, arXiv 2408.15766): a
 token p + 1 + j and its own output of depth j - 1, has rotary position p + j, and sees the depth-0 keys up to p and its own keys of
 depths 1 to j.
 
-Letters: B sequences, T positions, n trained starts, A starts of one sequence, C observed tokens, R queries, S keys, H heads,
-E head width, D width, I attention input width, F captured width, W draft vocabulary.
+Letters: J depths, B rows, T places, N = B T, n starts at which a depth runs, C observed tokens, R queries, S keys, H heads, E head
+width, D width, I attention input width, F captured width, W draft vocabulary.
 """
 
 import abc
@@ -19,10 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.base import Pick, Proposal, TrainableDrafter, TrainingBatch
+from draftsmith.drafters.attention import attend
+from draftsmith.drafters.base import Load, Pick, Proposal, TrainableDrafter, TrainingBatch
 from draftsmith.drafters.grow import Frontier, grow, seen_slots
 from draftsmith.drafters.kv import KeyValues, slots_behind, with_rows
 from draftsmith.drafters.layers import Attention, rotary_tables
+from draftsmith.drafters.layout import sent
 from draftsmith.drafters.starts import Starts
 from draftsmith.drafters.tree import Plan
 
@@ -38,7 +40,7 @@ class State:
 
 
 class Unrolled(NamedTuple):
-    """Per depth, at every trained start and 0 elsewhere, (B, T, D): what the head reads, and the layer's output."""
+    """Per depth, at the starts where it is trained, (n, D): what the head reads, and the layer's output."""
 
     reads: list[Tensor]
     outputs: list[Tensor]
@@ -74,64 +76,72 @@ class RecurrentDrafter(TrainableDrafter):
     def draft_logits(self, output: Tensor) -> Tensor:
         """Logits (…, W) from the layer's output (…, D)."""
 
+    def positions(self, name: str, load: Load) -> float:
+        """The layer continues itself: every depth runs through it."""
+        return self.draft_positions(load)
+
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def unroll(self, batch: TrainingBatch, first_BTD: Tensor, trained_JBT: Tensor, detach: bool = False) -> Unrolled:
-        """Runs all depths. Keys of depth 0 come from all positions, everything else from trained starts alone.
+        """Runs all depths. Keys of depth 0 come from all places, everything else from trained starts alone.
 
         Args:
-            batch: the training sequences.
+            batch: the training texts.
             first_BTD: states of depth 0 (`fuse`).
-            trained_JBT: bool, where each depth is trained.
+            trained_JBT: bool, where each depth is trained, on the host.
             detach: no gradient flows from one depth to the one before.
         """
-        ids_BT, attention, shape = batch.ids_BT, self.attention, self.shape
-        position_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
-        next_BT = ids_BT.roll(-1, dims=1)  # wraps at the end, where nothing is trained
-        tables = rotary_tables(position_T[None], shape.head_dim, shape.rope_theta)
-        prefix = attention.keys(self._join_ids(next_BT, first_BTD)[0], tables)
+        device, next_BT = first_BTD.device, batch.ids_BT.flatten().roll(-1).view_as(batch.ids_BT)
+        joint_1NI, residual_1ND = (x.flatten(0, 1)[None] for x in self._join_ids(next_BT, first_BTD))
+        tables_N = self._tables(sent(batch.layout.position_N, device))
+        prefix = [x_1NHE[0] for x_1NHE in self.attention.keys(joint_1NI, tables_N)]
 
-        starts = Starts(trained_JBT.any(0))
-        state_nD = starts.pick(first_BTD)
+        starts = Starts.round_number(batch, trained_JBT.any(0))
+        joint_nI, residual_nD = (starts.among_places(x_1NX[0]) for x_1NX in (joint_1NI, residual_1ND))
         own: list[tuple[Tensor, Tensor]] = []  # each start's keys and values of depths 1, 2, …
-        unrolled = Unrolled([], [])
+        unrolled, state_nD = Unrolled([], []), residual_nD
         for depth in range(len(trained_JBT)):
-            if depth > 0 and (fewer := Starts(trained_JBT[depth:].any(0))).count < starts.count:
-                kept = fewer.among(starts)
-                starts, state_nD = fewer, state_nD[kept]
-                own = [(key[kept], value[kept]) for key, value in own]
-            last_n = (starts.starts_n + 1 + depth).clamp_max(ids_BT.shape[1] - 1)
-            joint_nI, residual_nD = self._join_ids(ids_BT[starts.rows_n, last_n], state_nD)
-            tables = rotary_tables((starts.starts_n + depth)[None], shape.head_dim, shape.rope_theta)
-            query_nHE = attention.queries(joint_nI[None], tables)[0]
             if depth > 0:
-                key, value = attention.keys(joint_nI[None], tables)
-                own.append((key[0], value[0]))
-            mixed_nD = self._attend_starts(starts, query_nHE, prefix, own)
-            output_nD, read_nD = self.finish(residual_nD + attention.o_proj(mixed_nD))
-            unrolled.reads.append(starts.place(read_nD))
-            unrolled.outputs.append(starts.place(output_nD))
+                fewer = Starts.round_number(batch, trained_JBT[depth:].any(0))
+                state_nD = fewer.of(starts, state_nD)
+                own = [(fewer.of(starts, key), fewer.of(starts, value)) for key, value in own]
+                starts = fewer
+                joint_nI, residual_nD = self._join_ids(starts.ids_at(1 + depth), state_nD)
+            tables = self._tables(sent(starts.position_n + depth, device))
+            output_nD, read_nD, *new = self.recomputed(
+                self._run_depth, starts, depth, tables, joint_nI, residual_nD, prefix, own
+            )
+            own = [*own, (new[0], new[1])] if new else own  # a new list: what is recomputed reads the old one
+            trained = Starts.where(batch, trained_JBT[depth])
+            unrolled.reads.append(trained.of(starts, read_nD))
+            unrolled.outputs.append(trained.of(starts, output_nD))
             state_nD = self.feed(output_nD.detach() if detach else output_nD)
         return unrolled
 
-    def _attend_starts(
-        self, starts: Starts, query_nHE: Tensor, prefix: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """Attention of each start to the depth-0 keys up to it (B, T, kv heads, E) and its own later ones (n, kv heads, E)."""
+    def _run_depth(
+        self,
+        starts: Starts,
+        depth: int,
+        tables: tuple[Tensor, Tensor],
+        joint_nI: Tensor,
+        residual_nD: Tensor,
+        prefix: list[Tensor],
+        own: list[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, ...]:
+        """The layer's output, what the head reads and, of depths above 0, the new keys and values, at n starts."""
+        attention = self.attention
+        query_nHE = attention.queries(joint_nI[None], tables)[0]
+        new: tuple[Tensor, ...] = ()
+        if depth > 0:
+            new = tuple(x_1nHE[0] for x_1nHE in attention.keys(joint_nI[None], tables))
+            own = [*own, (new[0], new[1])]
+        key, value = prefix
+        own_nMHE = (torch.stack([k for k, _ in own], 1), torch.stack([v for _, v in own], 1)) if own else None
+        mixed_nX = attend(starts, query_nHE[:, None], (key, value), own_nMHE)[:, 0]
+        return *self.finish(residual_nD + attention.o_proj(mixed_nX)), *new
 
-        def pad(x_nHE: Tensor) -> Tensor:
-            return starts.pad(x_nHE.flatten(1)).unflatten(2, x_nHE.shape[1:])
-
-        position_T = torch.arange(starts.width, device=query_nHE.device)
-        seen_BAT = starts.pad(starts.starts_n[:, None]) >= position_T
-        own_BAA = torch.eye(starts.most, dtype=torch.bool, device=query_nHE.device).expand(starts.batch, -1, -1)
-        seen_BAS = torch.cat([seen_BAT] + [own_BAA] * len(own), dim=2)
-        key_BSHE, value_BSHE = (
-            torch.cat([first, *(pad(later) for later in rest)], dim=1)
-            for first, *rest in zip(prefix, *own, strict=True)
-        )
-        mix = self.attention.mix
-        return starts.unpad(mix(pad(query_nHE), key_BSHE.transpose(1, 2), value_BSHE.transpose(1, 2), seen_BAS))
+    def _tables(self, position_n: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_tables(position_n[None], self.shape.head_dim, self.shape.rope_theta)
 
     def _join_ids(self, ids: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return self.join(self.target.embed(ids).to(self.dtype), state)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import TrainingBatch
-from draftsmith.drafters.starts import trained_starts
+from draftsmith.drafters.layout import sent
+from draftsmith.drafters.starts import Starts, trained_starts
 
 RIDGE = 1e-3
 
@@ -45,11 +46,11 @@ def later_states(
             last_BTD = batch.last_BTD.float()
             squares, products = ([x.to(last_BTD.device) for x in sums] for sums in (squares, products))
             for j, starts_BT in enumerate(trained_starts(batch, depth)):
-                rows_n, columns_n = starts_BT.nonzero(as_tuple=True)
-                here_nI, later_nD = last_BTD[rows_n, columns_n], last_BTD[rows_n, columns_n + j + 1]
+                starts = Starts.where(batch, starts_BT)
+                later_n = sent(starts.place_n + j + 1, last_BTD.device)
+                here_nI, later_nD = starts.pick(last_BTD), last_BTD.flatten(0, 1).index_select(0, later_n)
                 if embed is not None:
-                    place_nP = columns_n[:, None] + 1 + torch.arange(j + 1, device=columns_n.device)
-                    embedded_nPD = embed(batch.ids_BT[rows_n[:, None], place_nP])
+                    embedded_nPD = embed(torch.stack([starts.ids_at(1 + i) for i in range(j + 1)], 1))
                     here_nI = torch.cat([here_nI, embedded_nPD.flatten(1).float()], 1)
                 squares[j] += here_nI.T @ here_nI
                 products[j] += later_nD.T @ here_nI

@@ -1,56 +1,65 @@
-"""Where drafters are trained: the positions from which they draft, and how a layer runs on these alone.
+"""Where drafters are trained: the places from which they draft, and how a layer runs on these alone.
 
 The draft state at start p and depth j predicts token p + 2 + j. Its teacher is the target's law at m = p + 1 + j, and it counts
-where the target itself generated token m + 1.
+where the target itself generated token m + 1 and that token belongs to the text of p. All of this is found on the host (`layout`).
 
-Letters: J depths, B sequences, T positions, n supervised rows (b, m) or starts (b, p), A starts of one sequence, D width.
+Letters: J depths, B rows, T places of a row, N = B T, n starts or teachers, D width.
 """
 
+import functools
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftsmith.drafters.base import TrainingBatch
+from draftsmith.drafters.layout import Layout, rounded, sent
 
 
-def supervised_rows(batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-    """Rows b and columns m (int64, n each) at which the target generated token m + 1; m = 0 has no draft start."""
-    rows_n, columns_n = batch.loss_mask_BT[:, 2:].nonzero(as_tuple=True)
-    return rows_n, columns_n + 1
+def supervised_rows(batch: TrainingBatch) -> Tensor:
+    """The places m at which the target generated token m + 1, int64 (n), ascending, on the host; the first of a text has no
+    start."""
+    return _continued(batch.layout, 1)[0].nonzero()[:, 0] + 1
 
 
 def trained_starts(batch: TrainingBatch, depth: int, thin: float = 1.0) -> Tensor:
-    """Where the draft state at start p and depth j is trained, bool (J, B, T).
+    """Where the draft state at start p and depth j is trained, bool (J, B, T), on the host.
 
     Deeper depths matter less and may be thinned: depth j is then trained on a share `thin ** j` of the starts, nested and
     chosen by a hash of text and epoch, so that padding, batch composition and resuming cannot change it.
     """
-    mask_BT = batch.loss_mask_BT
-    shift = nn.functional.pad
-    trained_JBT = torch.stack([shift(mask_BT[:, 2 + j :], (0, min(2 + j, mask_BT.shape[1]))) for j in range(depth)])
-    if thin == 1:
-        return trained_JBT
-    share_J11 = thin ** torch.arange(depth, device=mask_BT.device)[:, None, None]
-    return trained_JBT & (start_numbers(batch) < share_J11)
+    trained_JN = _continued(batch.layout, depth)
+    if thin != 1:
+        share_J1 = thin ** torch.arange(depth)[:, None]
+        trained_JN &= start_numbers(batch).flatten() < share_J1
+    return trained_JN.unflatten(1, batch.layout.ids_BT.shape)
+
+
+def _continued(layout: Layout, depth: int) -> Tensor:
+    """Whether token p + 2 + j is supervised and of the text of p, bool (J, N)."""
+    mask_N, text_N = layout.loss_mask_BT.flatten(), layout.text_N
+    continued_JN = torch.zeros(depth, len(mask_N), dtype=torch.bool)
+    for j in range(min(depth, len(mask_N) - 2)):
+        rest = len(mask_N) - 2 - j
+        continued_JN[j, :rest] = mask_N[2 + j :] & (text_N[:rest] == text_N[2 + j :]) & (text_N[:rest] >= 0)
+    return continued_JN
 
 
 def start_numbers(batch: TrainingBatch) -> Tensor:
-    """One number in [0, 1) per position, (B, T), from text and epoch alone: for choosing starts at random."""
-    return _position_hashes(batch) / 2**32
+    """One number in [0, 1) per place, (B, T), on the host, from text and epoch alone: for choosing starts at random."""
+    return _place_hashes(batch) / 2**32
 
 
 def element_numbers(batch: TrainingBatch, width: int) -> Tensor:
-    """One number in [0, 1) per position and element, (B, T, width), from text and epoch alone: for noise."""
-    element_D = torch.arange(1, width + 1, device=batch.ids_BT.device)
-    return _scramble(_position_hashes(batch)[..., None] + element_D * 0x165667B1) / 2**32
+    """One number in [0, 1) per place and element, (B, T, width), from text and epoch alone: for noise."""
+    device = batch.ids_BT.device
+    element_D = torch.arange(1, width + 1, device=device)
+    return _scramble(sent(_place_hashes(batch), device)[..., None] + element_D * 0x165667B1) / 2**32
 
 
-def _position_hashes(batch: TrainingBatch) -> Tensor:
-    ids_BT = batch.ids_BT
-    position_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
-    mixed_BT = (
-        ids_BT * 0x9E3779B1 + ids_BT.roll(-1, 1) * 0x85EBCA77 + position_T * 0xC2B2AE3D + batch.epoch * 0x27D4EB2F
-    )
-    return _scramble(mixed_BT)
+def _place_hashes(batch: TrainingBatch) -> Tensor:
+    ids_N, position_N = batch.layout.ids_BT.flatten(), batch.layout.position_N
+    mixed_N = ids_N * 0x9E3779B1 + ids_N.roll(-1) * 0x85EBCA77 + position_N * 0xC2B2AE3D + batch.epoch * 0x27D4EB2F
+    return _scramble(mixed_N).unflatten(0, batch.layout.ids_BT.shape)
 
 
 def _scramble(values: Tensor) -> Tensor:
@@ -62,42 +71,71 @@ def _scramble(values: Tensor) -> Tensor:
 
 
 class Starts:
-    """Some of the B x T starts as n rows: where a drafter's layers have to run at all.
+    """Some places of a batch: where a drafter's layers have to run at all.
 
     Attributes:
-        rows_n, starts_n: int64, sequence and start.
-        slots_n: int64, place of a start among those of its sequence.
+        position_n: int64, their positions in their texts, on the host.
+        layout: of the batch.
+        device: where their tensors are.
         count: n.
-        most: A, the largest number of starts in one sequence.
+
+    Args:
+        batch: whose places they are.
+        place_n: int64, on the host; ascending, a place may occur more than once.
     """
 
-    def __init__(self, active_BT: Tensor) -> None:
-        self.active_BT = active_BT
-        self.batch, self.width = active_BT.shape
-        self.rows_n, self.starts_n = active_BT.nonzero(as_tuple=True)
-        self.count = len(self.rows_n)
-        slots_BT = active_BT.cumsum(1) - 1
-        self.slots_n = slots_BT[self.rows_n, self.starts_n]
-        self.most = max(1, int(slots_BT.max()) + 1)
+    def __init__(self, batch: TrainingBatch, place_n: Tensor) -> None:
+        self.layout, self.device, self.place_n = batch.layout, batch.ids_BT.device, place_n
+        self.position_n = self.layout.position_N[self.place_n]
+        self.count = len(self.place_n)
+
+    @classmethod
+    def where(cls, batch: TrainingBatch, active_BT: Tensor) -> "Starts":
+        """The places at which a bool tensor on the host is True."""
+        return cls(batch, active_BT.flatten().nonzero()[:, 0])
+
+    @classmethod
+    def round_number(cls, batch: TrainingBatch, active_BT: Tensor) -> "Starts":
+        """The same; on a CPU the last one is repeated up to a `rounded` number of them."""
+        place_n = active_BT.flatten().nonzero()[:, 0]
+        if batch.ids_BT.device.type == "cpu" and len(place_n):
+            place_n = torch.cat([place_n, place_n[-1:].expand(rounded(len(place_n)) - len(place_n))])
+        return cls(batch, place_n)
+
+    @functools.cached_property
+    def index_n(self) -> Tensor:
+        """`place_n` on the device."""
+        return sent(self.place_n, self.device)
 
     def pick(self, x_BTD: Tensor) -> Tensor:
         """What stands at the starts: (n, D)."""
-        return x_BTD.flatten(0, 1).index_select(0, self.rows_n * self.width + self.starts_n)
+        return self.among_places(x_BTD.flatten(0, 1))
 
-    def place(self, x_nD: Tensor) -> Tensor:
-        """The inverse, 0 elsewhere: (B, T, D)."""
-        flat_ND = x_nD.new_zeros(self.batch * self.width, x_nD.shape[1])
-        return flat_ND.index_copy(0, self.rows_n * self.width + self.starts_n, x_nD).unflatten(0, (self.batch, -1))
+    def among_places(self, x_ND: Tensor) -> Tensor:
+        """The same of places that are in one row already; no copy where the starts are all places."""
+        return x_ND if self._everywhere else x_ND.index_select(0, self.index_n)
 
-    def pad(self, x_nD: Tensor) -> Tensor:
-        """One row per sequence, its starts moved to the left, 0 behind them: (B, A, D)."""
-        flat_ND = x_nD.new_zeros(self.batch * self.most, x_nD.shape[1])
-        return flat_ND.index_copy(0, self.rows_n * self.most + self.slots_n, x_nD).unflatten(0, (self.batch, -1))
+    def over_places(self, x_nX: Tensor) -> Tensor:
+        """What stands at the starts, at all places (N, …), 0 elsewhere; no copy where the starts are all places."""
+        if self._everywhere:
+            return x_nX
+        return x_nX.new_zeros(self.layout.ids_BT.numel(), *x_nX.shape[1:]).index_copy(0, self.index_n, x_nX)
 
-    def unpad(self, x_BAD: Tensor) -> Tensor:
-        """The inverse: (n, D)."""
-        return x_BAD.flatten(0, 1).index_select(0, self.rows_n * self.most + self.slots_n)
+    @functools.cached_property
+    def _everywhere(self) -> bool:
+        return torch.equal(self.place_n, torch.arange(self.layout.ids_BT.numel()))
+
+    def ids_at(self, offset: int) -> Tensor:
+        """The tokens so many places behind the starts, int64 (n), on the device; any token where the batch ends before that."""
+        ids_N = self.layout.ids_BT.flatten()
+        return sent(ids_N[(self.place_n + offset).clamp_max(len(ids_N) - 1)], self.device)
 
     def among(self, others: "Starts") -> Tensor:
-        """Which rows of `others` these are, int64 (n); all of them must be there."""
-        return self.active_BT[others.rows_n, others.starts_n].nonzero()[:, 0]
+        """Which of `others` these are, int64 (n), on the host; all of them must be there."""
+        return torch.searchsorted(others.place_n, self.place_n)
+
+    def of(self, others: "Starts", x_nD: Tensor) -> Tensor:
+        """What stands at these starts, from what stands at `others`."""
+        if torch.equal(self.place_n, others.place_n):
+            return x_nD
+        return x_nD.index_select(0, sent(self.among(others), self.device))

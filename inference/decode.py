@@ -50,6 +50,7 @@ def generate(
     stopping: Stopping | None = None,
     max_batch: int | None = None,
     log_probs: bool = False,
+    drafts: bool = False,
     on_tokens: OnTokens | None = None,
     seconds: Seconds | None = None,
 ) -> list[Output]:
@@ -66,6 +67,7 @@ def generate(
         stopping: what else ends a sequence.
         max_batch: sequences decoded together; others wait and take over rows that become free. None means all.
         log_probs: fill `Output.log_probs`.
+        drafts: fill `Output.drafts`.
         on_tokens: called for every sequence and round, for streaming.
         seconds: filled with times if given (synchronises an accelerator per part).
 
@@ -87,6 +89,7 @@ def generate(
         stopper=Stopper(stopping, target.eos_ids if stop_at_eos else (), target.tokenizer),
         deadline=None if stopping.max_seconds is None else time.perf_counter() + stopping.max_seconds,
         log_probs=log_probs,
+        drafts=drafts,
         on_tokens=on_tokens,
         seconds=seconds if seconds is not None else Seconds(),
     )
@@ -109,12 +112,13 @@ class _Loop:
         stopper: Stopper,
         deadline: float | None,
         log_probs: bool,
+        drafts: bool,
         on_tokens: OnTokens | None,
         seconds: Seconds,
     ) -> None:
         self.target, self.prompts, self.samplers, self.budgets = target, prompts, samplers, budgets
         self.seeds, self.speculation, self.stopper, self.deadline = seeds, speculation, stopper, deadline
-        self.log_probs, self.on_tokens, self.seconds = log_probs, on_tokens, seconds
+        self.log_probs, self.drafts, self.on_tokens, self.seconds = log_probs, drafts, on_tokens, seconds
         self.outputs = [Output() for _ in prompts]
         self.drafter = speculation.drafter if speculation else None
         self.plan = speculation.plan if speculation else Fixed(())
@@ -229,7 +233,8 @@ class _Loop:
             emitted_BP, accepted_B, path_BP = decided.emitted_BP, decided.num_accepted_B, decided.rows_BP
             end_B = path_BP[:, -1]
         raw_BP = self.raw_log_probs(out.logits, emitted_BP, path_BP)
-        read = _read(accepted_B[:, None], end_B[:, None], emitted_BP, raw_BP)  # the round's one read
+        drafted_BN = ids_BR[:, 1:] if self.drafts else ids_BR[:, :0]
+        read = _read(accepted_B[:, None], end_B[:, None], emitted_BP, raw_BP, drafted_BN)  # the round's one read
 
         # Everything below knows the outcome on the host.
         late = self.late()
@@ -242,6 +247,8 @@ class _Loop:
                 committed = self.commit(number, emitted[: accepted + 1], values[width : width + accepted + 1], accepted)
                 output.rounds.append(Round(tree.depth, accepted, committed, tree.num_nodes))
                 output.ends.append(int(end))
+                if self.drafts:
+                    output.drafts.append([int(token) for token in values[len(values) - tree.num_nodes :]])
                 if late and not output.reason:
                     output.reason = "time"
         self.root_B = torch.tensor(roots, device=device)

@@ -298,12 +298,35 @@ def measure_acceptance(
     max_new: int,
     batch_size: int,
 ) -> dict[str, Any]:
-    """Acceptance metrics alone, for use during training."""
+    """Acceptance metrics alone."""
+    return metrics.acceptance(
+        draft_and_verify(
+            target,
+            drafter,
+            prompts,
+            depth=depth,
+            temperature=temperature,
+            max_new=max_new,
+            batch_size=batch_size,
+        )
+    )
+
+
+def draft_and_verify(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    *,
+    depth: int,
+    temperature: float,
+    max_new: int,
+    batch_size: int,
+    drafts: bool = False,
+) -> list[Output]:
+    """Decodes with chains of that depth, or as deep as the drafter can, under the rule that is lossless for all drafters."""
     depth = min(depth, drafter.max_depth or depth)
     settings = Settings(max_new=max_new, batch_size=batch_size)
-    return metrics.acceptance(
-        _decode(target, prompts, Sampler(temperature), Speculation(drafter, chain(depth)), settings)
-    )
+    return _decode(target, prompts, Sampler(temperature), Speculation(drafter, chain(depth)), settings, drafts)
 
 
 def spread(total: int, wanted: int) -> list[int]:
@@ -318,7 +341,12 @@ def _speedup(pairs: Sequence[tuple[int, float, int, float]]) -> float:
 
 
 def _decode(
-    target: Target, prompts: Sequence[list[int]], sampler: Sampler, speculation: Speculation | None, settings: Settings
+    target: Target,
+    prompts: Sequence[list[int]],
+    sampler: Sampler,
+    speculation: Speculation | None,
+    settings: Settings,
+    drafts: bool = False,
 ) -> list[Output]:
     """All prompts in batches of similar length, in the order given."""
     if speculation is not None:
@@ -334,6 +362,7 @@ def _decode(
             sampler=sampler,
             speculation=speculation,
             seeds=[settings.seed + i for i in batch],
+            drafts=drafts,
         )
         outputs |= dict(zip(batch, decoded, strict=True))
     return [outputs[i] for i in range(len(prompts))]
@@ -379,8 +408,9 @@ def _record(
     return {
         "target": target.name,
         "target_fingerprint": target.shape.fingerprint,
+        "target_form": str(target.form),
         "target_adapted_from": target.adapted_from,
-        "target_parameters": sum(p.numel() for p in target.model.parameters()),
+        "target_parameters": target.model.num_parameters(),
         "name": name,
         "drafter": kind_of(drafter),
         "drafter_parameters": sum(p.numel() for p in parameters),

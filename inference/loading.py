@@ -20,7 +20,7 @@ def load_drafter(name: str, target: Target) -> Drafter:
 
     Args:
         name: "ngram" for prompt lookup, "suffix" for suffix decoding, "mtp" for the head in the target's own folder; a folder
-            that training or `drafters.save` wrote; or a causal LM as `inference.target.load` takes it (a model folder, a
+            that training or `drafters.save` wrote; or a causal LM as `inference.load_target.load` takes it (a model folder, a
             .gguf file, a hub id).
         target: what it drafts for.
 

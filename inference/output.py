@@ -31,6 +31,7 @@ class Output:
         reason: why it ended.
         rounds: what happened in each round.
         ends: the row of the proposal at which each round's accepted path ended; 0 is the root.
+        drafts: the tokens that were drafted in each round, in the proposal's order, if they were asked for.
         log_probs: of each token under the target's own law (before any sampling setting), if they were asked for.
         text: the new tokens as text, without special tokens and up to the first stop string; None without a tokenizer.
     """
@@ -39,6 +40,7 @@ class Output:
     reason: Reason | None = None
     rounds: list[Round] = dataclasses.field(default_factory=list)
     ends: list[int] = dataclasses.field(default_factory=list)
+    drafts: list[list[int]] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
     text: str | None = None
 

@@ -7,23 +7,31 @@ What could silently be wrong is checked when the target is loaded: that `unembed
 Letters: B sequences, R rows given to the target (root first), S cache slots, F captured width, D width, V vocabulary.
 """
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import PreTrainedTokenizerBase
 
-from draftsmith.drafters.base import LayerId, Shape
+from draftsmith.drafters.base import LayerId
 from draftsmith.drafters.grow import Frontier, seen_slots
 from draftsmith.drafters.tree import Tree
+from draftsmith.inference.architecture import (
+    decoder_layers,
+    describe,
+    fingerprint,
+    refuse_moving_rope,
+    refuse_other_states,
+    setting,
+)
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.capture import capture, grouped_attention, hook
+from draftsmith.inference.form import PLAIN, Form
+from draftsmith.inference.masks import attention_mask, visible
+from draftsmith.inference.placement import Lockstep, Sharding, shard
 
 ADAPTED_FROM = "draftsmith_adapted_from"
 """The key of a model's config.json that says so."""
@@ -46,28 +54,38 @@ class TargetOutput(NamedTuple):
 class Target:
     """A causal LM in eval mode without gradients; no call changes its weights, flags or config."""
 
+    lockstep: Lockstep | None = None
+    """Of a sharded target, the processes that must run equally many passes."""
+
     def __init__(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase | None, name: str, *, frozen: bool = True
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
+        name: str,
+        *,
+        frozen: bool = True,
+        form: Form = PLAIN,
     ) -> None:
-        """Wraps a loaded model and checks it; `load` is the usual way in.
+        """Wraps a loaded model and checks it; `load_target.load` is the usual way in.
 
         Args:
             model: the model.
             tokenizer: its own.
             name: how messages and reports call it.
             frozen: its weights get no gradients; those of a draft model that is being trained still do.
+            form: what was done to the weights of its checkpoint.
 
         Raises:
             ValueError: the model cannot be driven exactly: no head, unknown logit arithmetic, or a state without roll-back.
         """
         self.model: Any = model.eval().requires_grad_(False) if frozen else model.eval()
         self.tokenizer = tokenizer
-        self.name = name
+        self.name, self.form = name, form
         self.config: Any = model.config.get_text_config()
-        _refuse_other_states(model, self.config, name)
-        _refuse_moving_rope(self.config, name)
+        refuse_other_states(model, self.config, name)
+        refuse_moving_rope(self.config, name)
         self.body: nn.Module = getattr(model, model.base_model_prefix)
-        self.layers = _decoder_layers(self.body, self.config.num_hidden_layers)
+        self.layers = decoder_layers(self.body, self.config.num_hidden_layers)
         parameters = inspect.signature(self.body.forward).parameters
         self._compiled: Callable[..., Any] | None = None
         self._kept: dict[LayerId, Tensor] = {}  # what the hooks of a compiled model saw last
@@ -78,14 +96,27 @@ class Target:
             raise ValueError(f"{name} has no output head or no input embedding; give a causal LM")
         self._head: nn.Linear = head
         self._embedding: nn.Embedding = embedding
-        self.shape = describe(self.config, vocab_size=head.weight.shape[0], fingerprint=fingerprint(model))
+        self.shape = describe(
+            self.config, vocab_size=head.weight.shape[0], fingerprint=form.fingerprint or fingerprint(model)
+        )
         self.eos_ids = _eos_ids(model, tokenizer)
         self._check()
 
     @property
     def adapted_from(self) -> dict[str, Any] | None:
         """Of a target that training adapted: `path` and `fingerprint` of the original, and how far it is from that."""
-        return _setting(self.model.config, ADAPTED_FROM)
+        return setting(self.model.config, ADAPTED_FROM)
+
+    @property
+    def not_plain(self) -> str | None:
+        """Why nothing can be cut out of its decoder layers or put beside them, as half a sentence; None if they are plain."""
+        if self.lockstep is not None:
+            return f"{self.name} is sharded over the processes (give target.placement: replicated)"
+        return self.form.not_plain(self.name)
+
+    def shard(self, sharding: Sharding, device: torch.device) -> None:
+        """Shares its decoder layers out among the processes; see `placement`."""
+        self.lockstep = shard(self.model, self.layers, sharding, device)
 
     @property
     def device(self) -> torch.device:
@@ -111,8 +142,8 @@ class Target:
 
     def adjust_logits(self, logits: Tensor) -> Tensor:
         """What some architectures do to each logit after the head: scaling and soft-capping."""
-        scaling, scale = _setting(self.config, "logits_scaling"), _setting(self.config, "logit_scale")
-        cap = _setting(self.config, "final_logit_softcapping")
+        scaling, scale = setting(self.config, "logits_scaling"), setting(self.config, "logit_scale")
+        cap = setting(self.config, "final_logit_softcapping")
         if scaling is not None:  # Granite
             logits = logits / scaling
         if scale is not None:  # Cohere
@@ -176,8 +207,8 @@ class Target:
             mask_BRS, key_positions_BS = slots_S <= positions_BR[..., None], slots_S.expand(len(ids_BR), -1)
         else:
             positions_BR = slots.index_BR[:, :1] + tree.depth_bR
-            mask_BRS, key_positions_BS = _visible(slots.index_BR, slots.extent, tree)
-        mask = self._attention_mask(mask_BRS, positions_BR, key_positions_BS)
+            mask_BRS, key_positions_BS = visible(slots.index_BR, slots.extent, tree)
+        mask = attention_mask(self.config, self.dtype, mask_BRS, positions_BR, key_positions_BS)
         known_BR = positions_BR.clamp_max(self.shape.max_positions - 1)  # drafts may reach beyond; none of them is kept
         features, last = self._run(ids_BR, layers, position_ids=known_BR, attention_mask=mask, cache=cache)
         rows = last if logits_at_B is None else last[torch.arange(len(last)), logits_at_B][:, None]
@@ -202,31 +233,13 @@ class Target:
         chosen = [last if layer == "last" else captured[layer].to(ids.device) for layer in layers]
         return torch.cat(chosen, dim=-1) if chosen else last[..., :0], last
 
-    def _attention_mask(self, mask_BRS: Tensor, positions_BR: Tensor, key_positions_BS: Tensor) -> Any:
-        """The mask in the form the model takes: bool or additive, and one per layer type where types differ."""
-        window = _setting(self.config, "sliding_window")
-        types = set(_setting(self.config, "layer_types") or ())
-        if _setting(self.config, "use_sliding_window") is False:
-            window = None
-        full = self._mask_dtype(mask_BRS[:, None])
-        if window is None:
-            return full if not types or types == {"full_attention"} else dict.fromkeys(types, full)
-        near_BRS = positions_BR[..., None] - key_positions_BS[:, None] < window
-        sliding = self._mask_dtype((mask_BRS & near_BRS)[:, None])
-        if types == {"full_attention", "sliding_attention"}:
-            return {"full_attention": full, "sliding_attention": sliding}
-        return full if types == {"full_attention"} else sliding
-
-    def _mask_dtype(self, visible: Tensor) -> Tensor:
-        if self.config._attn_implementation != "eager":
-            return visible
-        return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
-
     def _check(self) -> None:
         """Two promises that everything rests on, tried on random tokens; ValueError names the one that fails."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.shape.vocab_size, (1, 12), generator=generator).to(self.device)
-        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.25
+        # Products of eight bits are summed in fp16, and which columns are left out of them depends on all rows of a call.
+        exact = self.dtype in (torch.float32, torch.float64) and self.form.quantisation is None
+        tolerance = 1e-3 if exact else 0.25
         with torch.no_grad():
             logits = self.model(input_ids=ids, use_cache=False).logits
             _, last = self.hidden(ids)
@@ -255,152 +268,6 @@ class Target:
             )
 
 
-def load(
-    path: str | Path,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-    device_map: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> Target:
-    """Loads a target from a folder, a hub id, or a GGUF file.
-
-    Args:
-        path: the folder, id or `.gguf` file.
-        dtype: of weights and activations; None takes the checkpoint's own (fp32 for GGUF).
-        device: where to put it.
-        device_map: how to spread it over all devices instead, "auto", "balanced" or "sequential" (accelerate's names).
-        revision: of a hub id.
-        trust_remote_code: run modelling code that comes with the checkpoint; only ever on the user's explicit request.
-
-    Raises:
-        ValueError: nothing there, not a causal LM, or an architecture that cannot be driven exactly.
-    """
-    place, extra = _source(path)
-    common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, **extra}
-    try:
-        config = AutoConfig.from_pretrained(place, **common)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"target {str(path)!r} cannot be read: {_first_line(error)}") from error
-    if not trust_remote_code and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(f"target {str(path)!r} is a {config.model_type!r} model, not a causal LM; give a text decoder")
-    architectures = config.architectures or []
-    if architectures and not any("CausalLM" in name or "LMHead" in name for name in architectures):
-        raise ValueError(f"target {str(path)!r} is a {architectures[0]}, not a causal LM; give a text decoder")
-    if extra:
-        from transformers import GgufConfig
-
-        common["quantization_config"] = GgufConfig(dequantize=True)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            place, dtype=dtype or "auto", use_safetensors=True, device_map=device_map, **common
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"target {str(path)!r} cannot be loaded: {_first_line(error)}") from error
-    tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
-    if device_map is None:
-        return Target(model.to(device), tokenizer, str(path))
-    _refuse_offloaded(model, str(path))
-    return Target(model, tokenizer, str(path))
-
-
-def load_tokenizer(
-    path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
-    """A target's tokenizer alone, for work that needs no weights; arguments and errors as of `load`."""
-    place, extra = _source(path)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            place, revision=revision, trust_remote_code=trust_remote_code, **extra
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"the tokenizer of target {str(path)!r} cannot be loaded: {_first_line(error)}") from error
-    return tokenizer
-
-
-def describe(config: Any, *, vocab_size: int | None = None, fingerprint: str = "") -> Shape:
-    """A target's sizes from its Hugging Face config; works without weights."""
-    heads = config.num_attention_heads
-    rope = _setting(config, "rope_parameters") or {}
-    if "rope_theta" not in rope:  # one entry per layer type: the full-attention one sets the scale
-        rope = rope.get("full_attention", {})
-    return Shape(
-        hidden_size=config.hidden_size,
-        vocab_size=vocab_size or config.vocab_size,
-        num_layers=config.num_hidden_layers,
-        intermediate_size=_setting(config, "intermediate_size") or 4 * config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=_setting(config, "num_key_value_heads") or heads,
-        head_dim=_setting(config, "head_dim") or config.hidden_size // heads,
-        rms_norm_eps=float(_setting(config, "rms_norm_eps") or 1e-6),
-        rope_theta=float(rope.get("rope_theta") or _setting(config, "rope_theta") or 10000.0),
-        max_positions=config.max_position_embeddings,
-        fingerprint=fingerprint,
-    )
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Names the weights: a hash of names, sizes and sixteen bf16 samples of every parameter, the same for every dtype
-    that a bf16 checkpoint is loaded in."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // 16)][:16].to(torch.bfloat16).float().cpu()
-        digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _visible(index_BR: Tensor, extent: int, tree: Tree) -> tuple[Tensor, Tensor]:
-    """Which cache slots each new row sees, bool (B, R, S), and the position of the token in each slot, int64 (B, S)."""
-    batch, num_rows = index_BR.shape
-    behind_BS = torch.arange(extent, device=index_BR.device) - index_BR[:, :1]
-    new_BS = behind_BS.clamp(0, num_rows - 1)  # which new row a slot holds, where it holds one
-    fresh_BS = (behind_BS >= 0) & (behind_BS < num_rows)
-    ancestors_BRR = tree.ancestors_bRR.expand(batch, -1, -1)
-    seen_BRS = ancestors_BRR.gather(2, new_BS[:, None].expand(-1, num_rows, -1)) & fresh_BS[:, None]
-    depth_BS = torch.where(fresh_BS, tree.depth_bR.expand(batch, -1).gather(1, new_BS), behind_BS)
-    return (behind_BS < 0)[:, None] | seen_BRS, index_BR[:, :1] + depth_BS
-
-
-def _refuse_other_states(model: nn.Module, config: Any, name: str) -> None:
-    """ValueError if some layer is not plain attention, full or in a sliding window."""
-    others = set(_setting(config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if others or getattr(model, "_is_stateful", False):  # transformers' own mark of recurrent models
-        raise ValueError(
-            f"{name} is a {config.model_type!r} model whose layers ({', '.join(sorted(others)) or 'recurrent'}) keep a state "
-            "that cannot be rolled back, so rejected drafts could not be taken back; use a target with plain attention"
-        )
-
-
-def _refuse_moving_rope(config: Any, name: str) -> None:
-    """ValueError if rotary frequencies depend on the longest row of a call: neighbours and drafts would change a row."""
-    rope = _setting(config, "rope_parameters") or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        raise ValueError(
-            f"{name} has rotary positions of type {rope['rope_type']!r}, which change with the length of the batch, so "
-            "speculative decoding would not be exact; use a target with fixed rotary frequencies"
-        )
-
-
-def _refuse_offloaded(model: nn.Module, name: str) -> None:
-    """ValueError if a device map left weights on the disk or in main memory, to be fetched at every pass."""
-    homeless = sum(parameter.is_meta for parameter in model.parameters())
-    if homeless:
-        raise ValueError(
-            f"{name} does not fit on the devices: {homeless} of its tensors are offloaded; give more devices or a smaller dtype"
-        )
-
-
-def _decoder_layers(body: nn.Module, num_layers: int) -> nn.ModuleList:
-    lists = [m for m in body.children() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    if len(lists) != 1:
-        raise ValueError(
-            f"{type(body).__name__} has no single list of {num_layers} decoder layers; it is not supported"
-        )
-    return lists[0]
-
-
 def _eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     """Every id that ends an answer, from the generation config and the tokenizer."""
     configured = model.generation_config.eos_token_id
@@ -408,23 +275,3 @@ def _eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int
     if tokenizer is not None:
         ids.add(tokenizer.eos_token_id)
     return tuple(sorted(i for i in ids if i is not None))
-
-
-def _setting(config: Any, name: str) -> Any:
-    """A setting that only some architectures have."""
-    return getattr(config, name, None)
-
-
-def _source(path: str | Path) -> tuple[str, dict[str, str]]:
-    path = Path(path)
-    if path.suffix.lower() == ".gguf":
-        if not path.is_file():
-            raise ValueError(f"target {str(path)!r} does not exist")
-        return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(f"target {str(path)!r} has no config.json; give a model folder, a hub id or a .gguf file")
-    return str(path), {}
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

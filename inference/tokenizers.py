@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.drafters.language_model import DraftLM, TokenMap
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.load_target import load
+from draftsmith.inference.target import Target
 
 LEAST_SHARE = 0.25
 """Tokens of the smaller vocabulary that the other must have too. What is below does not belong together: two tokenizers of about
@@ -49,7 +50,7 @@ def load_draft_lm(
     """Loads a causal LM as drafter of a target.
 
     Args:
-        path: as for `inference.target.load`.
+        path: as for `inference.load_target.load`.
         target: what it drafts for.
         dtype: None takes the target's.
         device: None takes the target's.

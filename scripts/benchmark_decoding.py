@@ -28,12 +28,13 @@ from draftsmith.inference import metrics
 from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.decode import generate
 from draftsmith.inference.evaluate import spread
+from draftsmith.inference.load_target import load
 from draftsmith.inference.output import Seconds
 from draftsmith.inference.records import prompt_messages
 from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.target import Target
 
 Run = Callable[[list[int]], tuple[list[int], int]]
 """From a prompt to the new tokens and the number of target forwards."""

@@ -71,7 +71,7 @@ def measure(
     sequences = load_training_sequences(config, target)[:conversations]
     layers = drafters.build(config.kind, config.drafter_settings, target.shape).feature_layers
     lengths = [len(sequence.ids) for sequence in sequences]
-    plan = plan_epoch(lengths, config.loop.batch_size, 1, config.seed, 0)
+    plan = plan_epoch(lengths, config.loop.batch_size, 1, config.seed, 0, config.loop.batch_tokens)
     rows = [
         "stored as | bytes per token | tokens | compute, tokens/s | read cold, tokens/s | read warm, tokens/s | "
         "cold / compute | warm / compute",

@@ -17,9 +17,9 @@ import tokenizers
 import transformers
 
 from draftsmith.inference.conversations import read_conversations
+from draftsmith.inference.load_target import load_tokenizer
 from draftsmith.inference.records import Conversation
 from draftsmith.inference.rendering import Rendered, render, render_all
-from draftsmith.inference.target import load_tokenizer
 from draftsmith.inference.turns import BadRecord
 
 WARM_UP = 100

@@ -15,10 +15,10 @@ import torch
 from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.decode import generate, pad_ids
 from draftsmith.inference.evaluate import spread
+from draftsmith.inference.load_target import load
 from draftsmith.inference.records import prompt_messages
 from draftsmith.inference.rendering import prompt_ids, render
 from draftsmith.inference.sampling import Sampler
-from draftsmith.inference.target import load
 
 MARGIN = 1.0
 """Logits by which a token may lie below the target's first choice."""

@@ -25,8 +25,8 @@ import torch
 
 from draftsmith.drafters.checkpoint import write_text
 from draftsmith.inference.conversations import read_conversations
+from draftsmith.inference.load_target import load
 from draftsmith.inference.sampling import Sampler
-from draftsmith.inference.target import load
 from draftsmith.train.answers import Settings
 from draftsmith.train.invent import invent
 from draftsmith.train.journal import journals

@@ -26,11 +26,12 @@ from draftsmith.drafters.checkpoint import write_text
 from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.decode import generate
 from draftsmith.inference.evaluate import spread
+from draftsmith.inference.load_target import load
 from draftsmith.inference.output import Seconds
 from draftsmith.inference.records import Conversation, prompt_messages
 from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.sampling import Sampler
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.target import Target
 from draftsmith.train.answers import Settings
 from draftsmith.train.regenerate import regenerate
 

@@ -23,12 +23,13 @@ from draftsmith.inference import metrics
 from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.decode import generate
 from draftsmith.inference.evaluate import spread
+from draftsmith.inference.load_target import load
 from draftsmith.inference.records import prompt_messages
 from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.static_trees import best_tree, measure_ranks
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.target import Target
 
 DEPTH, WIDTH, SIZES = 5, 8, (8, 16, 32)
 

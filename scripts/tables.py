@@ -39,7 +39,8 @@ def eval_table(report: dict[str, Any]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "-" * len(lines[0]))
     first = f"{record['name']}: {record['drafter']} ({record['drafter_parameters'] / 1e6:.1f} M parameters) for {record['target']}"
-    out = [f"{first}, {record['dtype']}, {record['num_prompts']} prompts", "", *lines, ""]
+    how = f", {record['target_form']}" if record.get("target_form") else ""
+    out = [f"{first}{how}, {record['dtype']}, {record['num_prompts']} prompts", "", *lines, ""]
     if record.get("target_adapted_from"):
         out.insert(1, describe_adapted(record["target_adapted_from"]))
     settings = record["settings"]

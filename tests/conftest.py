@@ -5,6 +5,7 @@ saved to disk for what has to go through files and processes.
 """
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,6 +100,14 @@ def make_drafter(kind: str, target: Target, seed: int = 1, **changes: Any) -> Tr
     return drafter.eval()
 
 
+def grids_of(rows: list[Tensor], weight_JBT: Tensor) -> list[Tensor]:
+    """What `distill` is given for the starts where each of J depths is trained, (n, D), on grids (B, T, D), 0 elsewhere."""
+    grids = [rows_nD.new_zeros(*weight_JBT.shape[1:], rows_nD.shape[1]) for rows_nD in rows]
+    for grid_BTD, rows_nD, weight_BT in zip(grids, rows, weight_JBT, strict=True):
+        grid_BTD[weight_BT > 0] = rows_nD
+    return grids
+
+
 class Watch:
     """A `Pick` that notes the logits it is shown (those of the first node of each depth) and takes the most likely tokens, or those
     that `choose(depth)` gives."""
@@ -157,6 +166,32 @@ def ending_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def make_adapter() -> Callable[..., Path]:
+    """Writes a LoRA adapter with large random matrices for a model folder: `make_adapter(model, folder, **config)`."""
+
+    def write(model_folder: Path, folder: Path, **changes: Any) -> Path:
+        peft = pytest.importorskip("peft")
+        settings = {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": ["q_proj", "v_proj", "down_proj"],
+            "task_type": "CAUSAL_LM",
+        }
+        model = AutoModelForCausalLM.from_pretrained(model_folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for a property under its old name
+            adapted = peft.get_peft_model(model, peft.LoraConfig(**{**settings, **changes}))
+        torch.manual_seed(7)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        adapted.save_pretrained(folder, save_embedding_layers=False)
+        return folder
+
+    return write
+
+
 SMOLLM2 = Path(os.environ.get("DRAFTSMITH_SMOLLM2", Path(__file__).parents[1] / ".cache" / "smollm2"))
 
 
@@ -183,6 +218,7 @@ def toy() -> SimpleNamespace:
         make_target=make_target,
         make_drafter=make_drafter,
         Watch=Watch,
+        grids_of=grids_of,
         make_tokenizer=make_tokenizer,
     )
 

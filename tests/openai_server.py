@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.inference.decode import generate
+from draftsmith.inference.load_target import load
 from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.sampling import Sampler
-from draftsmith.inference.target import load
 
 MODEL, FAULTY, SHARE = "toy", "/faulty", 0.4
 

@@ -67,13 +67,19 @@ def capture(
 ) -> list[Captured]:
     """Runs the target over the sequences, so many in each pass, and looks at its law wherever the next token is supervised.
 
-    With `top_k` so many of its likeliest tokens are kept instead of the last states.
+    With `top_k` so many of its likeliest tokens are kept instead of the last states. All processes of a sharded target call it
+    equally often, with sequences of their own.
 
     Raises:
         ValueError: the target gives values that are not finite.
     """
-    passes = (sequences[begin : begin + together] for begin in range(0, len(sequences), together))
-    return [captured for some in passes for captured in _one_pass(target, some, layers, encoding, top_k)]
+    passes = [sequences[begin : begin + together] for begin in range(0, len(sequences), together)]
+    # Other processes of a sharded target may have more sequences; known before the first pass, for none ends without them all.
+    idle = 0 if target.lockstep is None else target.lockstep.behind(len(passes))
+    found = [captured for some in passes for captured in _one_pass(target, some, layers, encoding, top_k)]
+    for _ in range(idle):
+        target.hidden(torch.zeros(1, 1, dtype=torch.int64, device=target.device))
+    return found
 
 
 def _one_pass(

@@ -14,11 +14,9 @@ from draftsmith.drafters.checkpoint import replace_folder
 from draftsmith.train.average import Average
 
 
-def save(
-    accelerator: Accelerator, folder: Path, step: int, progress: dict[str, Any], average: Average | None, keep: int
-) -> None:
+def save(accelerator: Accelerator, folder: Path, progress: dict[str, Any], average: Average | None, keep: int) -> None:
     """Writes `folder`/step-N with the accelerator's state, the average and `progress`, then deletes all but the newest `keep`."""
-    final = folder / f"step-{step:08d}"
+    final = folder / f"step-{progress['step']:08d}"
     temporary = final.with_name(final.name + ".writing")
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -29,7 +27,7 @@ def save(
     if accelerator.is_main_process:
         if average is not None:
             average.save(temporary)
-        (temporary / "progress.json").write_text(json.dumps({"step": step, **progress}))
+        (temporary / "progress.json").write_text(json.dumps(progress))
         replace_folder(temporary, final)
         for old in complete(folder)[:-keep]:
             shutil.rmtree(old)

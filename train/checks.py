@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from draftsmith import drafters
 from draftsmith.drafters.base import LayerId, TrainableDrafter, TrainingBatch
@@ -17,6 +18,7 @@ from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.evaluate import spread
 from draftsmith.inference.records import Conversation
 from draftsmith.inference.target import Target
+from draftsmith.train import warm_start
 from draftsmith.train.config import FeaturesConfig, RunConfig
 from draftsmith.train.data import Sequence, count_answer_tokens, sequences_of
 from draftsmith.train.features import FeatureStore
@@ -175,13 +177,22 @@ class Subject:
         """As training begins, with the draft vocabulary of these rows."""
         config, sequences = self.config, [row.cut for row in self.rows]
         counts_V = count_answer_tokens(sequences, self.target.shape.vocab_size)
-        if self.complete:  # some rows have fewer different tokens than all
+        if self.complete and config.data.vocabulary == "data":  # some rows have fewer different tokens than all
             check_fill(counts_V, config.drafter_settings.get("draft_vocab_size"), config.data.vocabulary_fill)
-        return self.build({}, sequences)
+        start = warm_start.read(config)
+        drafter = self.build({}, sequences, warm_start.counts_for_the_map(config, start, counts_V))
+        if start is not None and (self.complete or config.data.vocabulary == "start"):
+            warm_start.take_over(config, start, drafter, counts_V)
+        return drafter
 
-    def build(self, changes: dict[str, Any], sequences: list[Sequence]) -> TrainableDrafter:
-        """A drafter with some settings changed, ready to be trained on some sequences."""
-        config, counts_V = self.config, count_answer_tokens(sequences, self.target.shape.vocab_size)
+    def build(
+        self, changes: dict[str, Any], sequences: list[Sequence], counts_V: Tensor | None = None
+    ) -> TrainableDrafter:
+        """A drafter with some settings changed, ready to be trained on some sequences; `counts_V` choose its draft vocabulary, by
+        default their own."""
+        config = self.config
+        if counts_V is None:
+            counts_V = count_answer_tokens(sequences, self.target.shape.vocab_size)
         torch.manual_seed(config.seed)
         drafter = drafters.build(config.kind, config.drafter_settings | changes, self.target.shape)
         drafter.initialise(self.target, counts_V, [self.batch(drafter, sequences[:FEW_ROWS])])

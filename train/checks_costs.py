@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers.utils.versions import require_version
 
-from draftsmith.drafters.losses import CHUNK_ELEMENTS
+from draftsmith.drafters.fused import rows_per_chunk
 from draftsmith.inference.evaluate import spread
 from draftsmith.train import checkpoints
 from draftsmith.train.checks import Finding, Subject, judge
@@ -52,7 +52,7 @@ def lengths(subject: Subject) -> Finding:
 def time_of_training(subject: Subject) -> Finding:
     """Some steps of this run, timed, and how long all of them will take on one process."""
     config, drafter = subject.config, subject.drafter
-    sequences = [subject.rows[i].cut for i in spread(len(subject.rows), config.loop.batch_size)]
+    sequences = [subject.rows[i].cut for i in spread(len(subject.rows), _per_batch(subject))]
     optimizers = make_optimizers(drafter, config.optim)
     device = subject.target.device
     half = mixed_precision(config.loop) == "bf16" and subject.target.dtype != torch.float64
@@ -119,14 +119,14 @@ def disk(subject: Subject) -> Finding:
 def memory(subject: Subject) -> Finding:
     """Weights, optimizer, features, activations and logits of one process, against what the device has."""
     parts = memory_parts(subject)
-    devices = {parameter.device for parameter in subject.target.model.parameters()}  # several with target.device_map
+    devices = {parameter.device for parameter in subject.target.model.parameters()}  # several with a device map
     need, total = sum(parts.values()), sum(map(memory_bytes, devices))
     largest = ", ".join(
         f"{name} {_bytes(size)}" for name, size in sorted(parts.items(), key=lambda item: -item[1]) if size
     )
     return judge(
         f"about {_bytes(need)} of {_bytes(total)} on {subject.target.device.type}: {largest}",
-        "lower loop.batch_size (and raise loop.accumulation), data.max_length or draft_vocab_size; "
+        "lower loop.batch_size or loop.batch_tokens (and raise loop.accumulation), data.max_length or draft_vocab_size; "
         "features.store=memory keeps all features",
         fail=need > total,
         warn=need > 0.85 * total,
@@ -213,12 +213,22 @@ def memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def _per_batch(subject: Subject) -> int:
+    """Conversations of a micro-batch, on average."""
+    loop, rows = subject.config.loop, subject.rows
+    if loop.batch_tokens is None:
+        return loop.batch_size or 1
+    return max(1, round(loop.batch_tokens * len(rows) / sum(len(row.cut.ids) for row in rows)))
+
+
 def memory_parts(subject: Subject) -> dict[str, int]:
     """Estimated bytes by what they are for."""
     config, target, drafter = subject.config, subject.target, subject.drafter
     shape, itemsize = target.shape, target.dtype.itemsize
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    tokens = config.loop.batch_size * max(len(row.cut.ids) for row in subject.rows)
+    longest = max(len(row.cut.ids) for row in subject.rows)
+    loop = config.loop
+    tokens = max(longest, loop.batch_tokens) if loop.batch_tokens is not None else (loop.batch_size or 1) * longest
     top_k = config.features.top_k
     widths = (len(drafter.feature_layers) + (top_k is None)) * shape.hidden_size
     per_depth = 8 * shape.hidden_size + 4 * shape.intermediate_size  # what a layer keeps for its backward pass
@@ -231,7 +241,7 @@ def memory_parts(subject: Subject) -> dict[str, int]:
         "average": 0 if config.optim.ema is None else 4 * trained,
         "features of a batch": tokens * (widths * itemsize + (top_k or 0) * (4 + itemsize)),
         "activations": tokens * (4 * per_depth * drafter.training_depth + layers * per_depth * itemsize),
-        "logits": 4 * 4 * max(CHUNK_ELEMENTS, vocab),
+        "logits": 2 * 4 * vocab * rows_per_chunk(vocab, shape.hidden_size),
         "feature store": _store_bytes(subject) if config.features.store == "memory" else 0,
     }
 

@@ -17,10 +17,10 @@ from draftsmith.drafters.base import TrainableDrafter, TrainingBatch
 from draftsmith.drafters.losses import summarise
 from draftsmith.drafters.tree import chain
 from draftsmith.inference.decode import generate
+from draftsmith.inference.load_target import load_tokenizer
 from draftsmith.inference.output import Output
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
-from draftsmith.inference.target import load_tokenizer
 from draftsmith.inference.tokenizers import compare
 from draftsmith.train import coverage
 from draftsmith.train.checks import Finding, Subject, judge
@@ -47,7 +47,8 @@ def draft_vocabulary(subject: Subject) -> Finding:
             f"the whole vocabulary of {target.shape.vocab_size:,} tokens", figures={"size": target.shape.vocab_size}
         )
     answers = coverage.held_out_answers(subject.tokenizer, subject.prompts)
-    found = coverage.measure(ids_W.cpu(), target.shape.vocab_size, [row.cut for row in subject.rows], answers)
+    rows, given = [row.cut for row in subject.rows], subject.config.data.vocabulary == "start"
+    found = coverage.measure(ids_W.cpu(), target.shape.vocab_size, rows, answers, given)
     worst = min(found.training, found.training if found.held_out is None else found.held_out)
     sampled = (
         ""
@@ -130,7 +131,7 @@ def target_frozen(subject: Subject) -> Finding:
     ]
     return judge(
         "; ".join(wrong) or f"no gradients, eval mode, state {before:016x} before and after a step of training",
-        "call model.eval().requires_grad_(False) before training, or give a target that inference/target.py loads",
+        "call model.eval().requires_grad_(False) before training, or give a target that inference/load_target.py loads",
         fail=bool(wrong),
         figures={"wanting_gradients": len(wanting), "in_training_mode": len(training), "changed": before != after},
     )

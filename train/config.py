@@ -16,9 +16,13 @@ from draftsmith.drafters import kind_module
 from draftsmith.drafters.base import Shape
 from draftsmith.drafters.settings import parse
 from draftsmith.drafters.vocabulary import Fill
+from draftsmith.inference.form import Quantisation, check_form
+from draftsmith.inference.placement import Placement
 from draftsmith.inference.rendering import Reasoning
 from draftsmith.inference.sampling import Sampler
 from draftsmith.train import encodings
+from draftsmith.train.guard import GuardConfig
+from draftsmith.train.profiling import ProfileConfig
 from draftsmith.train.rows import parse_source
 
 Precision = Literal["auto", "bfloat16", "float32"]
@@ -32,12 +36,22 @@ class TargetConfig:
     """Of a hub id."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
     """Type of the frozen target's weights and activations."""
-    device_map: Literal["auto", "balanced", "sequential"] | None = None
-    """Spread the target over all devices of the one process, as accelerate does under that name (null: it is on one device)."""
+    placement: Placement = "replicated"
+    """Where its weights lie. replicated: whole in every process; device_map: spread by layers over all devices of the one process;
+    fsdp and zero3: each decoder layer sharded over the processes (docs/training_targets.md says when to use which)."""
+    quantisation: Quantisation | None = None
+    """Of the decoder's matrices, by bitsandbytes: 8bit or 4bit (null: as the checkpoint has them)."""
+    adapter: str | None = None
+    """A LoRA adapter as peft saves it, a folder or a hub id: the drafter is made for the target with it."""
+    merge_adapter: bool = False
+    """Add the adapter to the weights instead of running it beside them."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
     shape: Shape | None = None
     """The target's sizes, so that the drafter can be built and priced without the target; checked against it when it is loaded."""
+
+    def __post_init__(self) -> None:
+        check_form(self.path, self.placement, self.quantisation, self.adapter, self.merge_adapter)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +70,8 @@ class DataConfig:
     reasoning: Reasoning = "rows"
     """Of conversations that the template shows otherwise later on (it drops the reasoning of earlier answers): rows makes a row for
     each such answer, as the target saw it then; last keeps the row of the last answer only."""
+    vocabulary: Literal["data", "start"] = "data"
+    """Whose draft vocabulary is used: that of the most frequent supervised tokens, or that of the drafter which `start` names."""
     vocabulary_fill: Fill = "rank"
     """What happens if `drafter.draft_vocab_size` exceeds the number of different supervised tokens: rank fills up with the lowest
     ids (the tokenizer's own ranking) and says how many, none stops."""
@@ -159,8 +175,12 @@ class LoopConfig:
     """Stop after so much wall time of training, over all resumes and without evaluation, or after `epochs` if that is sooner (null:
     no limit). The schedule follows whichever is nearer to its end, so the learning rate still gets there. How many steps fit in
     depends on the machine: such a run is not reproduced bit by bit."""
-    batch_size: int = 8
-    """Conversations per process and micro-batch."""
+    batch_size: int | None = None
+    """Conversations per process and micro-batch; 8 if `batch_tokens` is not given either."""
+    batch_tokens: int | None = None
+    """Instead: tokens per process and micro-batch, at most, to which conversations are packed; a longer one is alone."""
+    activation_checkpointing: bool = False
+    """Keep less of each layer of the drafter for backward and compute it again there: less memory, about a third more time."""
     accumulation: int = 1
     """Micro-batches per optimizer step."""
     precision: Precision = "auto"
@@ -171,14 +191,31 @@ class LoopConfig:
     """Optimizer steps between two resumable checkpoints."""
     keep_checkpoints: int = 2
     """Older ones are deleted."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the drafter's layers and the loss for training (`torch.compile`); auto does so on CUDA."""
+    profile: ProfileConfig | None = None
+    """Steps of which the main process writes down what takes its time, into profile/ in the run folder."""
+    peak_tflops: float | None = None
+    """Of the device, dense, in the training's precision, for `speed/mfu` (null: that of known GPUs, in bf16: `train/meter.py`)."""
 
     def __post_init__(self) -> None:
         if not self.epochs > 0:
             raise ValueError(f"epochs is {self.epochs}; give a number above 0")
         if self.max_minutes is not None and not 0 < self.max_minutes < math.inf:
             raise ValueError(f"max_minutes is {self.max_minutes}; give a number above 0, or leave it out")
-        for name in ("batch_size", "accumulation", "log_every", "checkpoint_every", "keep_checkpoints"):
+        if self.batch_size is not None and self.batch_tokens is not None:
+            raise ValueError(
+                f"batch_size is {self.batch_size} and batch_tokens {self.batch_tokens}; give one of them, null for the other"
+            )
+        if self.batch_size is None and self.batch_tokens is None:
+            object.__setattr__(self, "batch_size", 8)
+        for name in ("accumulation", "log_every", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            raise ValueError(f"peak_tflops is {self.peak_tflops}; give a number above 0, or leave it out")
+        for name in ("batch_size", "batch_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
 
 
@@ -214,6 +251,23 @@ class TrackingConfig:
     """Besides metrics.jsonl, which is always written. W&B runs offline where no key is set."""
     project: str = "draftsmith"
     """W&B project."""
+    name: str | None = None
+    """Of the run in W&B (null: that of the run folder)."""
+    group: str | None = None
+    """W&B shows runs of one group together."""
+    tags: tuple[str, ...] = ()
+    """Of the run in W&B, to filter by."""
+    traces: int = 3
+    """Held-out prompts whose decoding each evaluation writes down round by round (traces.jsonl, a table in W&B)."""
+    upload_drafter: bool = True
+    """Hand the best drafter to W&B as a model artifact when the run ends."""
+
+    def __post_init__(self) -> None:
+        for name in ("name", "group"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is empty; give a name, or leave it out")
+        if self.traces < 0:
+            raise ValueError(f"traces is {self.traces}; give 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +276,9 @@ class RunConfig:
     """The run folder; {kind} in it stands for the drafter's kind, for sweeps over several."""
     seed: int = 0
     """Of initial weights and data order."""
+    start: str | None = None
+    """A run or drafter folder with whose weights training begins (null: with what the kind makes of the target): same kind and
+    sizes, for a target of the same sizes (docs/training_targets.md)."""
     target: TargetConfig
     drafter: dict[str, Any]
     """`kind`, and the fields of that kind's Config."""
@@ -231,11 +288,16 @@ class RunConfig:
     loop: LoopConfig = dataclasses.field(default_factory=LoopConfig)
     eval: EvalConfig
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
+    guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
 
     def __post_init__(self) -> None:
         if "kind" not in self.drafter:
             raise ValueError("drafter has no kind; give for example kind: eagle3")
         settings = parse(kind_module(self.kind).Config, self.drafter_settings, "drafter")
+        if self.data.vocabulary == "start" and self.start is None:
+            raise ValueError(
+                "data.vocabulary is start, and there is none; give start: FOLDER, or data.vocabulary: data"
+            )
         if self.features.top_k is not None and settings.loss.divergence == "reverse_kl":
             raise ValueError(
                 "features.top_k leaves the target no probability elsewhere, which divergence: reverse_kl takes the logarithm of; "
@@ -275,7 +337,13 @@ def read(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> RunCo
 
 def to_yaml(config: RunConfig) -> str:
     """The complete, resolved config; reading it back gives the same run."""
-    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """The same as mappings and lists."""
+    plain: dict[str, Any] = _plain(dataclasses.asdict(config))
+    return plain
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -51,27 +51,35 @@ class Coverage:
 
 
 def measure(
-    kept_W: Tensor, vocab_size: int, sequences: SequenceOf[Sequence], answers: SequenceOf[Sequence]
+    kept_W: Tensor,
+    vocab_size: int,
+    sequences: SequenceOf[Sequence],
+    answers: SequenceOf[Sequence],
+    given: bool = False,
 ) -> Coverage:
     """The coverage of the kept ids.
 
     Args:
         kept_W: int64, on the CPU.
         vocab_size: V.
-        sequences: the training data that chose them.
+        sequences: the training data.
         answers: held-out rows with answers; may be empty.
+        given: the ids were not chosen from these data.
     """
     counts_V = count_answer_tokens(sequences, vocab_size)
     held_out, on = None, f"no answers in eval.prompts, and fewer than {FEWEST} conversations to split"
     if answers:
         held_out, on = coverage(count_answer_tokens(answers, vocab_size), kept_W), "the answers in eval.prompts"
+    elif given:
+        held_out, on = coverage(counts_V, kept_W), "the same ones: others chose the map"
     elif len(sequences) >= FEWEST:
         rest, tenth = _split(sequences)
         if rest and tenth:
             again_W = choose_draft_vocabulary(count_answer_tokens(rest, vocab_size), len(kept_W))
             held_out = coverage(count_answer_tokens(tenth, vocab_size), again_W)
             on = "a tenth of the conversations, by a map chosen from the rest"
-    return Coverage(len(kept_W), vocab_size, coverage(counts_V, kept_W), held_out, on, filled_up(counts_V, kept_W))
+    filled = 0 if given else filled_up(counts_V, kept_W)
+    return Coverage(len(kept_W), vocab_size, coverage(counts_V, kept_W), held_out, on, filled)
 
 
 def held_out_answers(tokenizer: PreTrainedTokenizerBase, conversations: SequenceOf[Conversation]) -> list[Sequence]:

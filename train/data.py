@@ -123,18 +123,38 @@ def count_answer_tokens(sequences: SequenceOf[Sequence], vocab_size: int) -> Ten
     return torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size)
 
 
-def plan_epoch(lengths: SequenceOf[int], batch_size: int, multiple: int, seed: int, epoch: int) -> list[list[int]]:
-    """The batches of one epoch: random, but of similar length so that little is padded.
+def plan_epoch(
+    lengths: SequenceOf[int],
+    batch_size: int | None,
+    multiple: int,
+    seed: int,
+    epoch: int,
+    batch_tokens: int | None = None,
+) -> list[list[int]]:
+    """The batches of one epoch: random, of so many sequences of similar length each, or packed to so many tokens.
 
     Args:
         lengths: of all sequences.
-        batch_size: sequences per batch.
+        batch_size: sequences per batch; None if `batch_tokens` is given.
         multiple: the number of batches is a multiple of it (processes x accumulation), so that all processes take equally
             many steps; the first batches are repeated to fill up.
         seed: of the run.
         epoch: 0, 1, …
+        batch_tokens: tokens per batch, at most; a longer sequence is alone. All epochs have equally many batches.
     """
+    assert (batch_size is None) != (batch_tokens is None)
     generator = random.Random(f"{seed}/{epoch}")
+    if batch_tokens is not None:
+        batches = _packed(lengths, batch_tokens, generator)
+    else:
+        assert batch_size is not None
+        batches = _of_similar_length(lengths, batch_size, generator)
+    generator.shuffle(batches)
+    missing = -len(batches) % multiple
+    return batches + [batches[i % len(batches)] for i in range(missing)]
+
+
+def _of_similar_length(lengths: SequenceOf[int], batch_size: int, generator: random.Random) -> list[list[int]]:
     order = list(range(len(lengths)))
     generator.shuffle(order)
     window = batch_size * 16
@@ -142,6 +162,83 @@ def plan_epoch(lengths: SequenceOf[int], batch_size: int, multiple: int, seed: i
     for begin in range(0, len(order), window):
         block = sorted(order[begin : begin + window], key=lambda index: lengths[index])
         batches += [block[i : i + batch_size] for i in range(0, len(block), batch_size)]
-    generator.shuffle(batches)
-    missing = -len(batches) % multiple
-    return batches + [batches[i % len(batches)] for i in range(missing)]
+    return batches
+
+
+WINDOW = 64
+"""Batches that are packed from sequences drawn together: many enough to be full, few enough for the draw to decide the company."""
+CARRIED = 8
+"""Of these, the emptiest ones are taken apart again, for the next window to fill."""
+
+
+def _packed(lengths: SequenceOf[int], budget: int, generator: random.Random) -> list[list[int]]:
+    """Packs a random order, window by window; into as many batches in every epoch, 2 % more than packing it all at once takes."""
+    order = list(range(len(lengths)))
+    at_once = pack(order, lengths, budget)
+    allowed = min(len(order), len(at_once) + -(-len(at_once) // 50))
+    generator.shuffle(order)
+    batches, window, tokens = list[list[int]](), list[int](), 0
+    for index in order:
+        window.append(index)
+        tokens += lengths[index]
+        if tokens >= WINDOW * budget:
+            full = sorted(pack(window, lengths, budget), key=lambda batch: sum(lengths[i] for i in batch))
+            batches += full[CARRIED:]
+            window = [i for batch in full[:CARRIED] for i in batch]
+            tokens = sum(lengths[i] for i in window)
+    batches += pack(window, lengths, budget)
+    if len(batches) > allowed:
+        batches = at_once
+    batches.sort(key=len)
+    while len(batches) < allowed:
+        largest = batches.pop()
+        batches[:0] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+        if len(batches[-1]) < 2:
+            batches.sort(key=len)
+    return batches
+
+
+def pack(indices: SequenceOf[int], lengths: SequenceOf[int], budget: int) -> list[list[int]]:
+    """Sequences in batches of at most so many tokens, or alone, by best fit, longest first: at most 11/9 of the fewest batches and
+    one more (Johnson 1973), with many short sequences hardly more than the fewest."""
+    by_room: dict[int, list[list[int]]] = {}
+    rooms = _Rooms(budget)
+    for index in sorted(indices, key=lambda index: -lengths[index]):
+        length = min(lengths[index], budget)
+        room = rooms.smallest(length)
+        if room is None:
+            room, batch = budget, list[int]()
+        else:
+            batch = by_room[room].pop()
+            rooms.add(room, -1)
+        batch.append(index)
+        by_room.setdefault(room - length, []).append(batch)
+        rooms.add(room - length, 1)
+    return [batch for batches in by_room.values() for batch in batches]
+
+
+class _Rooms:
+    """How many open batches have so much room left; finds the smallest that is large enough in log(budget) steps."""
+
+    def __init__(self, budget: int) -> None:
+        self._size = 1 << budget.bit_length()
+        self._counts = [0] * (2 * self._size)  # of a binary tree: node n has 2 n and 2 n + 1 below it
+
+    def add(self, room: int, count: int) -> None:
+        node = self._size + room
+        while node:
+            self._counts[node] += count
+            node //= 2
+
+    def smallest(self, least: int) -> int | None:
+        node = self._size + least
+        if self._counts[node]:
+            return least
+        while node > 1:  # up to the first node whose right neighbour holds something, then down again, to the left
+            if node % 2 == 0 and self._counts[node + 1]:
+                node += 1
+                while node < self._size:
+                    node = 2 * node if self._counts[2 * node] else 2 * node + 1
+                return node - self._size
+            node //= 2
+        return None

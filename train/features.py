@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.drafters.base import LayerId, TrainingBatch
-from draftsmith.inference.decode import pad_ids
+from draftsmith.drafters.layout import packed
 from draftsmith.inference.target import Target
 from draftsmith.train import encodings
 from draftsmith.train.captured import Captured, Key, capture, columns, finite, from_records, to_record
@@ -51,29 +50,30 @@ def collate(
     device: torch.device,
     epoch: int = 0,
 ) -> TrainingBatch:
-    """Right-padded batch with the given layers as features, in the target's dtype; padding is zero and unsupervised."""
+    """A batch of one row, the texts one behind the other, with the given layers as features, in the target's dtype."""
 
-    def pad(tensors: Iterable[Tensor]) -> Tensor:
-        return pad_sequence(list(tensors), batch_first=True).to(device)
+    def row(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat(list(tensors))[None].to(device)
 
-    ids_BT = pad_ids([sequence.ids for sequence in sequences]).to(device)
+    layout = packed([sequence.ids for sequence in sequences], [sequence.loss_mask for sequence in sequences])
     lasts = [encodings.decode(c.last, dtype) for c in captured if c.last is not None]
-    last_BTD = pad(lasts) if lasts else torch.zeros(*ids_BT.shape, 0, dtype=dtype, device=device)
+    last_BTD = row(lasts) if lasts else torch.zeros(*layout.ids_BT.shape, 0, dtype=dtype, device=device)
     tops = [c.top for c in captured if c.top is not None]
     features = [
-        last_BTD if layer == "last" else pad(encodings.decode(c.layers[layer], dtype) for c in captured)
+        last_BTD if layer == "last" else row(encodings.decode(c.layers[layer], dtype) for c in captured)
         for layer in layers
     ]
     return TrainingBatch(
-        ids_BT=ids_BT,
-        loss_mask_BT=pad(torch.tensor(sequence.loss_mask) for sequence in sequences),
+        ids_BT=layout.ids_BT.to(device),
+        loss_mask_BT=layout.loss_mask_BT.to(device),
         features_BTF=torch.cat(features, dim=-1) if features else last_BTD[..., :0],
         last_BTD=last_BTD,
-        log_normaliser_BT=pad(c.log_normaliser_T for c in captured),
-        argmax_BT=pad(c.argmax_T for c in captured).long(),
+        log_normaliser_BT=row(c.log_normaliser_T for c in captured),
+        argmax_BT=row(c.argmax_T for c in captured).long(),
         epoch=epoch,
-        top_ids_BTk=pad(top.ids_Tk for top in tops) if tops else None,
-        top_logits_BTk=pad(top.logits_Tk for top in tops) if tops else None,
+        top_ids_BTk=row(top.ids_Tk for top in tops) if tops else None,
+        top_logits_BTk=row(top.logits_Tk for top in tops) if tops else None,
+        layout=layout,
     )
 
 
@@ -104,9 +104,12 @@ class FeatureStore:
         Processes that fill one folder share the work, each a shard at a time.
 
         Raises:
-            ValueError: the folder belongs to other data or another target, or the disk is too small.
+            ValueError: the folder belongs to other data or another target, the disk is too small, or processes that fill it at
+                their own pace hold the target together.
         """
         config = self.config
+        if config.store in ("disk", "hybrid") and self.target.lockstep is not None:
+            self._refuse_lockstep()
         if config.store == "memory":
             size = self.bytes_per_token() * sum(len(sequence.ids) for sequence in self.sequences)
             _say(f"features: {self.bytes_per_token():,} bytes per token, {size / 1e9:.2f} GB in memory")
@@ -159,6 +162,7 @@ class FeatureStore:
             "sequences": data_hash(self.sequences),  # tokenizer, template and data at once
             "capture_batch": self.config.capture_batch,
             "shard_mb": self.config.shard_mb,
+            **self.target.form.rounding(),  # where it lies changes nothing
         }
 
     @functools.cached_property
@@ -206,6 +210,15 @@ class FeatureStore:
                 f"{self.config.folder} needs another {(whole - taken) / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB; free "
                 "some space, give another features.folder, a smaller features.dtype (float8, int8), features.top_k, fewer "
                 "conversations, or store: online"
+            )
+
+    def _refuse_lockstep(self) -> None:
+        """ValueError if a sharded target would have to run, for processes fill a folder each at its own pace."""
+        if any(self._lacking(shard) for shard in range(len(self.shards.shards))):
+            raise ValueError(
+                f"features.store is {self.config.store} and {self.config.folder} is not complete, but a sharded target "
+                "cannot fill it: each process does so at its own pace, and the target needs all of them for every pass. Fill it "
+                "first (draftsmith cache CONFIG target.placement=device_map), or give features.store: online or memory"
             )
 
     def _fill_shards(self) -> None:

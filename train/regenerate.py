@@ -86,6 +86,7 @@ def provenance(target: Target) -> Record:
         "target": target.name,
         "fingerprint": target.shape.fingerprint,
         "dtype": str(target.dtype).removeprefix("torch."),
+        **({"form": str(target.form)} if str(target.form) else {}),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 

@@ -7,9 +7,7 @@ bits (unless `loop.max_minutes` leaves it to the clock how many steps there are)
 drafter/ (the best so far; of a kind that adapts the target, target/ beside it), checkpoints/, metrics.jsonl.
 """
 
-import dataclasses
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,25 +22,25 @@ from draftsmith import drafters
 from draftsmith.configs import locate
 from draftsmith.drafters.base import TrainableDrafter, TrainingBatch
 from draftsmith.drafters.checkpoint import write_text
+from draftsmith.drafters.compiling import compile_training
 from draftsmith.drafters.vocabulary import check_fill, check_hash, vocabulary_hash
 from draftsmith.inference.conversations import read_conversations
-from draftsmith.inference.evaluate import measure_acceptance, spread
+from draftsmith.inference.evaluate import spread
+from draftsmith.inference.load_target import load
 from draftsmith.inference.records import prompt_messages
 from draftsmith.inference.rendering import prompt_ids
-from draftsmith.inference.target import Target, load
-from draftsmith.train import checkpoints, on_policy, serving, tracking
+from draftsmith.inference.target import Target
+from draftsmith.train import checkpoints, serving, tracking, warm_start
 from draftsmith.train.average import Average
-from draftsmith.train.clock import Clock
 from draftsmith.train.config import LoopConfig, RunConfig, read, to_yaml
 from draftsmith.train.coverage import held_out_answers, measure
-from draftsmith.train.data import Sequence, count_answer_tokens, data_hash, load_sequences, plan_epoch
+from draftsmith.train.data import Sequence, count_answer_tokens, data_hash, load_sequences
 from draftsmith.train.features import FeatureStore
-from draftsmith.train.optim import make_optimizers, schedule, set_rates
+from draftsmith.train.loop import NOTHING_DONE, Loop, Plan, say
+from draftsmith.train.meter import batch_flops
+from draftsmith.train.optim import make_optimizers
 from draftsmith.train.rows import exists, parse_source
 
-NOTHING_DONE: dict[str, Any] = {
-    "step": 0, "best_tau": 0.0, "trained_tokens": 0, "seconds": 0.0, "evaluation_seconds": 0.0,
-}  # fmt: skip
 FITTED_TOKENS = 50_000
 """Answer tokens that starting values are fitted to."""
 
@@ -63,149 +61,75 @@ def train(config: RunConfig) -> Path:
         missing.append(config.eval.prompts)
     if missing:
         raise ValueError(f"{missing[0]} does not exist; correct data.train or eval.prompts in the config")
-    if config.target.device_map is not None and accelerator.num_processes > 1:
-        raise ValueError(
-            f"target.device_map is {config.target.device_map!r}, which spreads one target over all devices, and there are "
-            f"{accelerator.num_processes} processes; start one, or set it to null"
-        )
+    resumes = bool(checkpoints.complete(folder / "checkpoints"))  # then its weights replace all others
+    start = None if resumes and config.data.vocabulary == "data" else warm_start.read(config)
     set_seed(config.seed)
     target = load_target(config, accelerator.device)
     sequences = load_training_sequences(config, target)
     counts_V = count_answer_tokens(sequences, target.shape.vocab_size)
-    check_fill(counts_V, config.drafter_settings.get("draft_vocab_size"), config.data.vocabulary_fill)
+    if config.data.vocabulary == "data":
+        check_fill(counts_V, config.drafter_settings.get("draft_vocab_size"), config.data.vocabulary_fill)
     drafter = drafters.build(config.kind, config.drafter_settings, target.shape)
+    if target.lockstep is not None and drafter.on_policy and config.features.store != "online":
+        raise ValueError(
+            f"drafter.on_policy is {drafter.on_policy} and features.store {config.features.store}: then processes run the target "
+            "at different times, and a sharded one needs all of them for every pass; give features.store: online"
+        )
     store = FeatureStore(target, sequences, drafter.feature_layers, config.features)
     store.fill()  # processes share the work
 
-    # The plan: every process takes equally many micro-batches, and step N is the same whenever it is reached.
-    lengths = [len(sequence.ids) for sequence in sequences]
-    per_step = config.loop.accumulation * accelerator.num_processes
-    first_epoch = plan_epoch(lengths, config.loop.batch_size, per_step, config.seed, 0)
-    steps_per_epoch = len(first_epoch) // per_step
+    plan = Plan(config, sequences, accelerator.num_processes)
 
-    # The drafter starts from the target.
-    resumes = bool(checkpoints.complete(folder / "checkpoints"))  # then its weights replace these
-    drafter.initialise(target, counts_V, () if resumes else some_batches(store, first_epoch))
+    # The drafter starts from the target, or from another drafter.
+    chosen_V = warm_start.counts_for_the_map(config, start, counts_V)
+    drafter.initialise(target, chosen_V, () if resumes or start else some_batches(store, plan.epoch(0)))
+    if start is not None:
+        say(accelerator, warm_start.take_over(config, start, drafter, counts_V))
     drafter.to(accelerator.device, torch.float64 if target.dtype == torch.float64 else torch.float32)
+    drafter.activation_checkpointing = config.loop.activation_checkpointing
     describe(accelerator, config, target, drafter, sequences, counts_V)
     vocabulary, data = vocabulary_hash(drafter.token_ids_W), data_hash(sequences)
     if config.optim.ema is not None and not drafter.averages:
         raise ValueError(f"optim.ema cannot average the adapters of this {config.kind}; set it to null")
     average = None if config.optim.ema is None else Average(config.optim.ema, drafter)
+    flops = batch_flops(drafter, target if config.features.store == "online" else None)
+    auto, compiled = accelerator.device.type == "cuda", config.loop.compile
+    compile_training(drafter, auto if compiled == "auto" else compiled)
     model, *optimizers = accelerator.prepare(drafter, *make_optimizers(drafter, config.optim))
 
     # Where the run stands: at its newest checkpoint, if there is one.
-    num_steps = max(1, round(steps_per_epoch * config.loop.epochs))
-    budget = math.inf if config.loop.max_minutes is None else 60 * config.loop.max_minutes
-    progress = checkpoints.load_latest(accelerator, folder / "checkpoints", average) or NOTHING_DONE
+    progress = NOTHING_DONE | (checkpoints.load_latest(accelerator, folder / "checkpoints", average) or {})
     check_continues(folder, progress, vocabulary_hash(drafter.token_ids_W), vocabulary, data)
-    first_step, best_tau, trained_tokens = progress["step"], progress["best_tau"], progress["trained_tokens"]
-    tracking.start(accelerator, config, dataclasses.asdict(config))
-    metrics = tracking.Metrics(accelerator, folder / "metrics.jsonl", first_step)
+    progress = {**progress, "data": data}
+    metrics = tracking.Metrics(accelerator, config, progress["step"])
     held_out = load_held_out(config, target)
-    answers = serving.plain_answers(target, held_out, config.eval) if drafter.adapts_target else []
-    if first_step:
-        say(accelerator, f"continuing from step {first_step} of {num_steps}")
-
-    clock = Clock(progress["seconds"], progress["evaluation_seconds"])
-    used = progress["seconds"] - progress["evaluation_seconds"]
-    window, planned, batches = tracking.Window(clock), -1, []
-    for step in range(first_step, num_steps):
-        epoch, within = divmod(step, steps_per_epoch)
-        if epoch != planned:
-            planned, batches = epoch, plan_epoch(lengths, config.loop.batch_size, per_step, config.seed, epoch)
-            ahead = batches[within * per_step + accelerator.process_index :: accelerator.num_processes]
-            store.announce(ahead, epoch)
-        mine = batches[within * per_step : (within + 1) * per_step][
-            accelerator.process_index :: accelerator.num_processes
-        ]
-
-        # One optimizer step: losses are sums, divided once by the count over all micro-batches and processes.
-        texts = [[sequences[index] for index in indices] for indices in mine]
-        written: set[int] = set()  # which of them the drafter wrote itself
-        for number, text in enumerate(texts):
-            key = (config.seed, step, number * accelerator.num_processes + accelerator.process_index)
-            if on_policy.chosen(drafter.on_policy, key):
-                texts[number] = on_policy.write(drafter.eval(), target, text, key)
-                written.add(number)
-        supervised = sum(sum(sequence.loss_mask[2:]) for text in texts for sequence in text)
-        global_count = accelerator.reduce(torch.tensor(float(supervised), device=accelerator.device), "sum").clamp_min(
-            1
-        )
-        model.train()
-        for number, indices in enumerate(mine):
-            if number in written:
-                batch = on_policy.batch(target, texts[number], epoch, config.features.top_k)
-            else:
-                batch = store.batch(indices, epoch)
-            with accelerator.autocast(), sync_last(accelerator, model, number == len(mine) - 1):
-                parts = model(batch)
-                accelerator.backward(
-                    parts.sum * accelerator.num_processes / global_count
-                )  # DDP averages over processes
-            window.add(parts.metrics)
-        window.tokens += supervised
-        trained_tokens += int(global_count)
-        position = max(step, num_steps * used / budget)
-        set_rates(optimizers, position, num_steps, config.optim)
-        norm = accelerator.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        done = step + 1
-        if average is not None:
-            average.update(accelerator.unwrap_model(model), done)
-        if budget < math.inf:  # all processes go by the same clock
-            used = float(accelerator.reduce(torch.tensor(clock.training_seconds, device=accelerator.device), "mean"))
-        last = done == num_steps or used >= budget
-
-        if done % config.loop.log_every == 0 or last:
-            values = window.close(accelerator) | {
-                "learning_rate": schedule(position, num_steps, config.optim) * config.optim.learning_rate,
-                "gradient_norm": float(norm),
-            }
-            if not math.isfinite(values["loss"]):
-                raise ValueError(
-                    f"the loss at step {done} is not finite; lower optim.learning_rate, or look for bad values in the data"
-                )
-            values["epoch"] = done / steps_per_epoch
-            metrics.log(done, values)
-            left = max(0.0, min(clock.seconds / done * (num_steps - done), budget - used))
-            say(
-                accelerator,
-                f"step {done}/{num_steps}  loss {values['loss']:.3f}  accuracy {values['accuracy/0']:.3f}  "
-                f"predicted tau {values['predicted_tau']:.2f}  {values['tokens_per_second']:.0f} tokens/s  "
-                f"{left / 60:.1f} min left",
-            )
-        if done % config.eval.every == 0 or last:
-            with clock.evaluation():
-                drafter_now = accelerator.unwrap_model(model) if average is None else average.drafter
-                now, served = serving.serve(target, drafter_now, answers)
-                measured = evaluate_now(config, now, served, held_out) | serving.distances(now)
-                metrics.log(done, measured)
-                say(accelerator, f"step {done}/{num_steps}  real acceptance: tau {measured['acceptance/tau']:.3f}")
-                if accelerator.is_main_process and measured["acceptance/tau"] > best_tau:
-                    serving.save(now, served, folder)
-                best_tau = max(best_tau, measured["acceptance/tau"])
-        progress = {
-            "best_tau": best_tau,
-            "trained_tokens": trained_tokens,
-            "seconds": clock.seconds,
-            "evaluation_seconds": clock.evaluation_seconds,
-            "data": data,
-        }
-        if last:
-            break
-        if done % config.loop.checkpoint_every == 0:
-            checkpoints.save(accelerator, folder / "checkpoints", done, progress, average, config.loop.keep_checkpoints)
+    if progress["step"]:
+        say(accelerator, f"continuing from step {progress['step']} of {plan.num_steps}")
+    loop = Loop(
+        config,
+        accelerator,
+        target,
+        store,
+        plan,
+        drafter,
+        model,
+        optimizers,
+        average,
+        metrics,
+        held_out,
+        flops,
+        progress,
+    )
+    progress = loop.run()
 
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        summary = {"steps": done, "answer_tokens": int(counts_V.sum()), **progress}
+        summary = {"steps": progress.pop("step"), "answer_tokens": int(counts_V.sum()), **progress}
         if drafter.adapts_target:
             summary["target_adapted_from"] = serving.origin(folder)
         write_text(folder / "finished.json", json.dumps(summary, indent=2) + "\n")
-    accelerator.end_training()
+    metrics.finish(folder / "drafter", progress["best_step"], progress["best_tau"])
+    metrics.close()
     return folder
 
 
@@ -241,7 +165,10 @@ def load_target(config: RunConfig, device: torch.device) -> Target:
         section.path,
         dtype=getattr(torch, section.dtype),
         device=device,
-        device_map=section.device_map,
+        placement=section.placement,
+        quantisation=section.quantisation,
+        adapter=section.adapter,
+        merge_adapter=section.merge_adapter,
         revision=section.revision,
         trust_remote_code=section.trust_remote_code,
     )
@@ -296,32 +223,6 @@ def mixed_precision(loop: LoopConfig) -> str:
     return "bf16" if able.get("amx_bf16") or able.get("avx512_bf16") else "no"
 
 
-def evaluate_now(
-    config: RunConfig, target: Target, drafter: TrainableDrafter, held_out: list[list[int]]
-) -> dict[str, float]:
-    """Real acceptance of the drafter as it would be served: a copy in the target's dtype, through the verify loop."""
-    copy = drafter.served(target.shape).to(target.device, target.dtype).eval()
-    measured: dict[str, Any] = measure_acceptance(
-        target,
-        copy,
-        held_out,
-        depth=config.eval.depth,
-        temperature=config.eval.temperature,
-        max_new=config.eval.max_new,
-        batch_size=config.eval.batch_size,
-    )
-    values = {"acceptance/tau": measured["tokens_per_round"]["value"]}
-    conditional = enumerate(measured["cond_accept"], start=1)
-    return values | {f"acceptance/cond_{i}": a for i, a in conditional if a is not None}
-
-
-def sync_last(accelerator: Accelerator, model: torch.nn.Module, last: bool) -> Any:
-    """Gradients travel between processes with the last micro-batch only."""
-    import contextlib
-
-    return contextlib.nullcontext() if last else accelerator.no_sync(model)
-
-
 def describe(
     accelerator: Accelerator,
     config: RunConfig,
@@ -339,7 +240,8 @@ def describe(
     if ids_W is not None:
         assert target.tokenizer is not None
         answers = held_out_answers(target.tokenizer, read_conversations(config.eval.prompts))
-        say(accelerator, str(measure(ids_W.cpu(), target.shape.vocab_size, sequences, answers)))
+        given = config.data.vocabulary == "start"
+        say(accelerator, str(measure(ids_W.cpu(), target.shape.vocab_size, sequences, answers, given)))
 
 
 def check_continues(folder: Path, progress: dict[str, Any], there: str, here: str, data: str) -> None:
@@ -358,11 +260,6 @@ def check_continues(folder: Path, progress: dict[str, Any], there: str, here: st
             f"the training data are not those that the run in {folder} was begun with (other conversations, or in another order); "
             f"{mend}"
         )
-
-
-def say(accelerator: Accelerator, line: str) -> None:
-    if accelerator.is_main_process:
-        print(line, file=sys.stderr, flush=True)
 
 
 def main() -> None:

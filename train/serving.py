@@ -34,6 +34,8 @@ def serve(target: Target, drafter: TrainableDrafter, answers: Sequence[Answer] =
         return target, drafter.served(target.shape)
     adapted = Target(model, target.tokenizer, f"{target.name}, adapted")
     origin = {"path": target.name, "fingerprint": target.shape.fingerprint}
+    if str(target.form):
+        origin["form"] = str(target.form)
     setattr(model.config, ADAPTED_FROM, {**origin, **(distance(target, adapted, answers) if answers else {})})
     return adapted, drafter.served(adapted.shape)
 

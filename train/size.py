@@ -4,7 +4,7 @@ import torch
 
 from draftsmith import drafters
 from draftsmith.drafters.base import Shape
-from draftsmith.inference.target import describe
+from draftsmith.inference.architecture import describe
 from draftsmith.train.config import RunConfig
 
 

@@ -17,6 +17,11 @@ def target_arguments(parser: Any, required: bool = True) -> None:
     parser.add_argument("--target", required=required, metavar="T", help="model folder, hub id or .gguf file")
     parser.add_argument("--revision", default=None, help="of a hub id")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32", "float64"])
+    parser.add_argument("--adapter", default=None, metavar="A", help="its LoRA adapter: peft folder or hub id")
+    parser.add_argument("--merge-adapter", action="store_true", help="add the adapter to the weights")
+    parser.add_argument("--quantisation", default=None, choices=["8bit", "4bit"], help="of the decoder (bitsandbytes)")
+    about = "on one device (default), or spread over all devices of this process"
+    parser.add_argument("--placement", default="replicated", choices=["replicated", "device_map"], help=about)
     parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code from the checkpoint")
 
 
@@ -46,12 +51,16 @@ def words(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 def load_target(options: argparse.Namespace) -> Any:
     import torch
 
-    from draftsmith.inference.target import load
+    from draftsmith.inference.load_target import load
 
     return load(
         options.target,
         dtype=getattr(torch, options.dtype),
         device=get_device(options.device),
+        placement=options.placement,
+        quantisation=options.quantisation,
+        adapter=options.adapter,
+        merge_adapter=options.merge_adapter,
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
     )

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    from draftsmith.inference.target import load_tokenizer
+    from draftsmith.inference.load_target import load_tokenizer
     from draftsmith.scripts.show import show_conversations
     from draftsmith.train.sources import gather
 
@@ -170,7 +170,7 @@ def _decode_here(options: argparse.Namespace, conversations: list[Any], settings
 def _ask_server(options: argparse.Namespace, conversations: list[Any], settings: Any, processes: Any) -> None:
     from draftsmith.train.endpoint import Endpoint, regenerate_at
 
-    _refuse(options, "--endpoint", "batch_size", "device", "revision")
+    _refuse(options, "--endpoint", "batch_size", "device", "revision", "adapter", "quantisation")
     if options.self_prompt:
         raise ValueError(
             "a server cannot invent prompts, it fills in the template itself; give a file of prompts, or --target"

@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from draftsmith.inference.load_target import load
 from draftsmith.inference.records import Conversation
 from draftsmith.inference.sampling import Sampler
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.target import Target
 from draftsmith.train.answers import Settings
 from draftsmith.train.endpoint import Endpoint, regenerate_at
 from draftsmith.train.regenerate import regenerate

@@ -21,11 +21,12 @@ from draftsmith.drafters.ngram import NGram
 from draftsmith.drafters.suffix import Suffix
 from draftsmith.drafters.tree import Dynamic, Fixed, Plan, chain
 from draftsmith.inference.decode import generate
+from draftsmith.inference.load_target import load
 from draftsmith.inference.output import Output
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.stopping import Stopping
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.target import Target
 
 EXAMPLES = int(os.environ.get("DRAFTSMITH_EXAMPLES", "60"))
 VOCAB = 320

@@ -180,7 +180,7 @@ def healthy(toy: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> S
 
     `folder` holds it, `config` is its YAML, `subject(*overrides)` what the doctor looks at.
     """
-    from draftsmith.inference.target import load
+    from draftsmith.inference.load_target import load
     from draftsmith.train.checks import Subject
     from draftsmith.train.config import read
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from draftsmith.inference.decode import generate
+from draftsmith.inference.load_target import load
 from draftsmith.inference.records import Conversation
 from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.sampling import Sampler
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.target import Target
 from draftsmith.train.answers import Dialogue, Settings, plan
 from draftsmith.train.processes import Processes
 from draftsmith.train.reasoning import Spoken

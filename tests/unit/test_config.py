@@ -57,6 +57,19 @@ BROKEN = [
     ("target=llama", "target: expected a mapping of settings, got str"),
     ("target.path=3", "target.path: expected str, got 3"),
     ("target.shape={hidden_size: 8}", "target.shape: missing vocab_size, num_layers"),
+    ("target.placement=ddp", "target.placement: 'ddp' is not one of 'replicated', 'device_map', 'fsdp', 'zero3'"),
+    ("target.quantisation=2bit", "target.quantisation: '2bit' is not one of '8bit', '4bit'"),
+    ("target.merge_adapter=true", "target: merge_adapter belongs to an adapter; give adapter: FOLDER_OR_ID"),
+    (
+        "target={path: t, quantisation: 4bit, placement: zero3}",
+        "target: a target cannot be both quantised (4bit) and sharded (zero3)",
+    ),
+    (
+        "target={path: t, quantisation: 4bit, adapter: a, merge_adapter: true}",
+        "target: an adapter cannot be merged into a target of 4bit",
+    ),
+    ("data.vocabulary=old", "data.vocabulary: 'old' is not one of 'data', 'start'"),
+    ("data.vocabulary=start", "data.vocabulary is start, and there is none; give start: FOLDER"),
     ("data.train=[]", "data: train is empty; give at least one file"),
     ("data.train=a.jsonl", "data.train: expected a list, got 'a.jsonl'"),
     (
@@ -112,6 +125,16 @@ BROKEN = [
     ("eval.temperature=-1", "temperature is -1.0; give 0 (greedy) or more"),
     ("eval={every: 3}", "eval: missing prompts"),
     ("tracking.tracker=wand", "tracking.tracker: 'wand' is not one of 'wandb', 'tensorboard', 'none'"),
+    ("tracking.name=''", "tracking: name is empty; give a name, or leave it out"),
+    ("tracking.traces=-1", "tracking: traces is -1; give 0 or more"),
+    ("tracking.tags=eagle3", "tracking.tags: expected a list, got 'eagle3'"),
+    ("loop.compile=yes please", "loop.compile: 'yes please' is not one of 'auto'"),
+    ("loop.peak_tflops=0", "loop: peak_tflops is 0.0; give a number above 0, or leave it out"),
+    ("loop.profile={start: 0}", "loop.profile: start is 0; give 1 or more"),
+    ("loop.profile={steps: 0}", "loop.profile: steps is 0; give 1 or more"),
+    ("guard.loss_above_uniform=0", "guard: loss_above_uniform is 0.0; give a number above 0"),
+    ("guard.tau_gap=-1", "guard: tau_gap is -1.0; give a number above 0"),
+    ("guard.ngram_after=2", "guard: ngram_after is 2.0; give a share from 0 to 1"),
     ("seed=one", "seed: expected int, got 'one'"),
     ("learning_rate", "override 'learning_rate' is not of the form key=value"),
     ("=3", "override '=3' is not of the form key=value"),
@@ -240,7 +263,8 @@ def test_every_field_of_every_section_is_documented() -> None:
 
 def test_a_yaml_is_shipped_for_every_kind_and_three_targets() -> None:
     targets = ("smollm2", "qwen3_8b", "llama31_8b")
-    assert {path.stem for path in SHIPPED} == {f"{kind}_{target}" for kind in drafters.kinds() for target in targets}
+    others = {"eagle3_llama31_8b_lora", "eagle3_llama31_8b_finetune"}
+    assert {path.stem for path in SHIPPED} == others | {f"{k}_{target}" for k in drafters.kinds() for target in targets}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -3,6 +3,7 @@
 import collections
 import json
 import random
+import time
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -250,3 +251,60 @@ def test_the_hash_of_the_data_tells_rows_apart_and_needs_memory_for_one_row_only
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100_000
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=150),
+    budget=st.integers(1, 400),
+    multiple=st.integers(1, 12),
+    epoch=st.integers(0, 5),
+)
+def test_packed_batches_keep_to_their_budget_and_hold_every_sequence_once(
+    lengths: list[int], budget: int, multiple: int, epoch: int
+) -> None:
+    batches = plan_epoch(lengths, None, multiple, 3, epoch, budget)
+    needed = len(plan_epoch(lengths, None, 1, 3, epoch, budget))
+    assert len(batches) % multiple == 0 and len(batches) - needed < multiple
+    assert sorted(index for batch in batches[:needed] for index in batch) == list(range(len(lengths)))
+    assert all(batch in batches[:needed] for batch in batches[needed:])
+    assert all(len(batch) == 1 or sum(lengths[index] for index in batch) <= budget for batch in batches)
+    assert batches == plan_epoch(lengths, None, multiple, 3, epoch, budget)
+    assert len(batches) == len(plan_epoch(lengths, None, multiple, 3, epoch + 1, budget))  # equally many steps
+
+
+def lengths_of_chats(count: int) -> list[int]:
+    """Log-normal, cut at 2,048, as chats are."""
+    generator = random.Random(0)
+    return [max(8, min(2048, int(generator.lognormvariate(6.0, 0.9)))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("budget", [2048, 4096, 16_384])
+def test_hardly_more_batches_are_packed_than_the_tokens_need(budget: int) -> None:
+    lengths = lengths_of_chats(4000)
+    assert len(plan_epoch(lengths, None, 1, 0, 0, budget)) <= 1.04 * sum(lengths) / budget + 1
+
+
+def test_packed_sequences_have_other_company_in_every_epoch_and_seed() -> None:
+    lengths = lengths_of_chats(2000)
+    plans = [plan_epoch(lengths, None, 1, seed, epoch, 4096) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    pairs = [
+        {(a, b) for batch in plan for a in batch for b in batch if a < b} for plan in plans
+    ]  # of sequences that share a batch
+    for other in pairs[1:]:
+        assert len(pairs[0] & other) < 0.1 * len(pairs[0])
+    early = [lengths[index] for batch in plans[0][: len(plans[0]) // 4] for index in batch]
+    assert abs(sum(early) / len(early) / (sum(lengths) / len(lengths)) - 1) < 0.15  # not the long ones first
+
+
+def test_planning_takes_time_that_grows_with_the_number_of_rows() -> None:
+    def seconds(count: int) -> float:
+        lengths = lengths_of_chats(count)
+        best = float("inf")
+        for _ in range(3):
+            begin = time.process_time()
+            plan_epoch(lengths, None, 1, 0, 0, 4096)
+            best = min(best, time.process_time() - begin)
+        return best
+
+    assert seconds(64_000) < 4 * 3 * seconds(16_000)  # a quadratic plan takes 16 times as long

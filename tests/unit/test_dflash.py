@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from draftsmith import drafters
-from draftsmith.drafters import anchors, dflash, tree
+from draftsmith.drafters import anchors, attention, dflash, tree
 from draftsmith.drafters.base import Picked, Shape, TrainableDrafter, TrainingBatch
 from draftsmith.drafters.starts import Starts, start_numbers, trained_starts
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.inference.speculation import Speculation
 from draftsmith.train.data import Sequence
 from draftsmith.train.features import FeatureStore
@@ -48,7 +49,7 @@ def make(toy: SimpleNamespace, **changes: Any) -> TrainableDrafter:
 
 def make_batch(drafter: TrainableDrafter, rows: list[Sequence]) -> TrainingBatch:
     target: Any = drafter.target
-    return FeatureStore(target, rows, drafter.feature_layers).batch(range(len(rows)))
+    return one_per_row(FeatureStore(target, rows, drafter.feature_layers).batch(range(len(rows))))
 
 
 class Contract:
@@ -140,7 +141,7 @@ def test_training_states_equal_the_written_contract_at_every_start(toy: SimpleNa
     for row, sequence in enumerate(ROWS):
         inside_BT[row, : len(sequence.ids) - 1] = True
     with torch.no_grad():
-        starts = Starts(inside_BT)
+        starts = Starts.where(batch, inside_BT)
         states_nJD = drafter.train_blocks(batch, starts)
         for n, (row, start) in enumerate(inside_BT.nonzero().tolist()):
             expected = contract.states(ROWS[row].ids, batch.features_BTF[row], start)
@@ -200,14 +201,14 @@ def test_how_blocks_are_grouped_for_attention_changes_nothing(
     batch = make_batch(drafter, ROWS)
     with torch.no_grad():
         expected = drafter(batch).sum
-        monkeypatch.setattr(anchors, "GROUP_QUERIES", queries)
+        monkeypatch.setattr(attention, "QUERIES", queries)
         torch.testing.assert_close(drafter(batch).sum, expected, rtol=1e-12, atol=0)
 
 
 def test_a_batch_without_supervised_tokens_has_no_loss(toy: SimpleNamespace) -> None:
     drafter = make(toy)
     batch = make_batch(drafter, ROWS)
-    parts = drafter(dataclasses.replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT)))
+    parts = drafter(dataclasses.replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT), layout=None))
     parts.sum.backward()
     assert float(parts.sum.detach()) == 0 and float(parts.count) == 0
     assert not any(p.grad is not None and p.grad.isnan().any() for p in drafter.parameters())
@@ -231,6 +232,7 @@ def test_drafting_feeds_the_head_what_training_did(
     )
     with torch.inference_mode():
         drafter(batch)
+        expected = toy.grids_of(expected, anchors.anchor_weights(batch, depth, drafter.config.anchors))
         state = drafter.init(3, 12)  # no room to spare: 11 tokens and a root
         lengths, checked = [0, 0, 0], 0
         for counts in ([5, 1, 3], [2, 4, 1], [1, 1, 5], [3, 2, 1]):

@@ -20,6 +20,7 @@ from draftsmith import drafters
 from draftsmith.drafters import draft_lm, tree
 from draftsmith.drafters.draft_lm import Config, Model
 from draftsmith.drafters.losses import summarise
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.inference.decode import generate
 from draftsmith.inference.loading import is_language_model, load_drafter
 from draftsmith.inference.metrics import acceptance
@@ -28,7 +29,7 @@ from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.target import Target
 from draftsmith.train.data import Sequence
 from draftsmith.train.features import FeatureStore
-from draftsmith.train.run import make_optimizers
+from draftsmith.train.optim import make_optimizers
 
 ROWS = [
     Sequence([5, 9, 3, 14, 8, 33, 2], [False, False, True, True, True, False, True]),
@@ -50,7 +51,7 @@ def make(toy: SimpleNamespace, target: Any = None, **changes: Any) -> Any:
 
 
 def batch_of(target: Any, rows: list[Sequence] = ROWS) -> Any:
-    return FeatureStore(target, rows, ()).batch(range(len(rows)))
+    return one_per_row(FeatureStore(target, rows, ()).batch(range(len(rows))))
 
 
 def naive_losses(drafter: Any, target: Any) -> Tensor:
@@ -173,13 +174,15 @@ def test_drafted_logits_are_those_that_training_sees_on_the_same_text(
     """The text is observed up to p; the root is token p + 1, then the chain is led along the text."""
     target = toy.make_target()
     drafter = make(toy, target, **changes)
-    batch, seen = batch_of(target), {}
+    batch, seen = batch_of(target, [Sequence(row.ids, [True] * len(row.ids)) for row in ROWS]), {}
     monkeypatch.setattr(
-        draft_lm, "distill", lambda hidden, heads, *a: seen.update(h=hidden[0], w=heads[0]) or SimpleNamespace(parts=0)
+        draft_lm,
+        "distill",
+        lambda hidden, heads, *a, **k: seen.update(h=hidden[0], w=heads[0]) or SimpleNamespace(parts=0),
     )
     with torch.no_grad():
         drafter(batch)
-        trained_BTW = seen["h"] @ seen["w"].T
+        (trained_BTW,) = toy.grids_of([seen["h"] @ seen["w"].T], draft_lm.trained_starts(batch, 1))
     ids = batch.ids_BT[0]
     watch = toy.Watch(lambda depth: ids[4 + depth][None])
     with torch.inference_mode():

@@ -15,6 +15,7 @@ from draftsmith.drafters import eagle, tree
 from draftsmith.drafters.base import Shape, TrainableDrafter, TrainingBatch
 from draftsmith.drafters.losses import summarise
 from draftsmith.drafters.starts import trained_starts
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.train.data import Sequence
 from draftsmith.train.features import FeatureStore
 
@@ -35,7 +36,7 @@ def make(toy: SimpleNamespace, family: str = "llama", **changes: Any) -> Trainab
 
 def make_batch(drafter: TrainableDrafter, sequences: list[Sequence], epoch: int = 0) -> TrainingBatch:
     target: Any = drafter.target
-    return FeatureStore(target, sequences, drafter.feature_layers).batch(range(len(sequences)), epoch)
+    return one_per_row(FeatureStore(target, sequences, drafter.feature_layers).batch(range(len(sequences)), epoch))
 
 
 class Contract:
@@ -174,8 +175,8 @@ def test_the_regression_has_the_starts_and_weights_of_the_soft_labels(
     loss_JBT, weight_JBT = kept["distilled"].loss_JBT, kept["distilled"].weight_JBT
     assert torch.equal(weight_JBT > 0, trained_starts(batch, 3, drafter.config.loss.thin))
     torch.testing.assert_close((loss_JBT * weight_JBT).sum(), kept["distilled"].parts.sum.detach())
-    outputs = [torch.zeros_like(batch.last_BTD) for _ in range(3)]
-    error, error_J = eagle.regression(outputs, batch, weight_JBT)
+    outputs = [torch.zeros(int((weight_BT > 0).sum()), batch.last_BTD.shape[2]).double() for weight_BT in weight_JBT]
+    error, error_J = eagle.regression(outputs, batch, weight_JBT > 0, weight_JBT)
     expected, expected_J = 0.0, [0.0] * 3
     for j, b, p in (weight_JBT > 0).nonzero().tolist():
         gaps = [abs(value) for value in batch.last_BTD[b, p + 1 + j].tolist()]
@@ -216,6 +217,7 @@ def test_drafting_feeds_the_head_what_training_did(
     monkeypatch.setattr(eagle, "distill", lambda hidden, *a, **k: outputs.extend(hidden) or plain(hidden, *a, **k))
     with torch.no_grad():
         drafter(batch)
+    outputs = toy.grids_of(outputs, trained_starts(batch, 4))
     expected_logits = [Contract(drafter).logits(output).detach() for output in outputs]
 
     with torch.inference_mode():

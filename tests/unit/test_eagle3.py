@@ -13,6 +13,7 @@ from torch import Tensor
 from draftsmith import drafters
 from draftsmith.drafters import eagle3, tree
 from draftsmith.drafters.base import Shape, TrainableDrafter
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.train.data import Sequence
 from draftsmith.train.features import FeatureStore
 
@@ -37,17 +38,18 @@ def make(toy: SimpleNamespace, **changes: Any) -> TrainableDrafter:
 
 
 def training_outputs(
-    monkeypatch: pytest.MonkeyPatch, drafter: TrainableDrafter, sequences: list[list[int]]
+    toy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, drafter: TrainableDrafter, sequences: list[list[int]]
 ) -> tuple[list[Tensor], Tensor]:
     """What training feeds to the draft head, one (B, T, D) per depth, and the target's features."""
     seen: list[Tensor] = []
     monkeypatch.setattr(eagle3, "distill", lambda hidden, *a: seen.extend(hidden) or SimpleNamespace(parts=None))
     rows = [Sequence(ids, [True] * len(ids)) for ids in sequences]
     target: Any = drafter.target
-    batch = FeatureStore(target, rows, drafter.feature_layers).batch(range(len(rows)))
+    batch = one_per_row(FeatureStore(target, rows, drafter.feature_layers).batch(range(len(rows))))
     with torch.no_grad():
         drafter(batch)
-    return seen, batch.features_BTF
+    trained_JBT = eagle3.trained_starts(batch, drafter.training_depth, drafter.config.loss.thin)
+    return toy.grids_of(seen, trained_JBT), batch.features_BTF
 
 
 class Contract:
@@ -124,7 +126,7 @@ def test_training_forward_equals_the_written_contract(
     monkeypatch: pytest.MonkeyPatch, toy: SimpleNamespace, options: dict[str, bool]
 ) -> None:
     drafter = make(toy, **options)
-    outputs, features_BTF = training_outputs(monkeypatch, drafter, [IDS, IDS[:5]])
+    outputs, features_BTF = training_outputs(toy, monkeypatch, drafter, [IDS, IDS[:5]])
     contract = Contract(drafter, options)
     for row, ids in enumerate([IDS, IDS[:5]]):
         for start in range(len(ids) - 2):  # later ones have nothing to predict and are left out
@@ -139,7 +141,7 @@ def test_loss_and_gradients_are_those_of_the_written_contract(toy: SimpleNamespa
     """-Σ p log q with weights 0.8 ** j, summed over starts, depths and the draft vocabulary; gradients pass through all depths."""
     drafter: Any = make(toy, draft_vocab_size=40, **options)
     ids = IDS[:6]
-    batch = FeatureStore(drafter.target, [Sequence(ids, [True] * 6)], drafter.feature_layers).batch([0])
+    batch = one_per_row(FeatureStore(drafter.target, [Sequence(ids, [True] * 6)], drafter.feature_layers).batch([0]))
     parts = drafter(batch)
     parts.sum.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
@@ -162,8 +164,8 @@ def test_thinning_changes_which_starts_run_but_nothing_at_those_that_do(
     monkeypatch: pytest.MonkeyPatch, toy: SimpleNamespace
 ) -> None:
     sequences = [list(range(3, 33)), list(range(10, 27))]
-    full, _ = training_outputs(monkeypatch, make(toy, norm_output=True), sequences)
-    thin, _ = training_outputs(monkeypatch, make(toy, norm_output=True, loss={"thin": 0.5}), sequences)
+    full, _ = training_outputs(toy, monkeypatch, make(toy, norm_output=True), sequences)
+    thin, _ = training_outputs(toy, monkeypatch, make(toy, norm_output=True, loss={"thin": 0.5}), sequences)
     shares = []
     for ours, whole in zip(thin, full, strict=True):
         ran_BT = ours.abs().sum(-1) > 0
@@ -180,7 +182,7 @@ def test_drafting_feeds_the_head_what_training_did(
     drafter = make(toy, **options)
     generator = torch.Generator().manual_seed(6)
     sequences = torch.randint(3, toy.VOCAB, (3, 22), generator=generator)
-    outputs, features_BTF = training_outputs(monkeypatch, drafter, sequences.tolist())
+    outputs, features_BTF = training_outputs(toy, monkeypatch, drafter, sequences.tolist())
     expected_logits = [output @ drafter.lm_head.weight.T for output in outputs]
 
     with torch.inference_mode():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from draftsmith import drafters
-from draftsmith.inference.target import load
+from draftsmith.inference.load_target import load
 from draftsmith.scripts.main import main
 
 

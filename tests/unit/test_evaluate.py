@@ -16,11 +16,12 @@ from draftsmith.drafters.tree import Plan
 from draftsmith.inference import noise
 from draftsmith.inference.decode import generate
 from draftsmith.inference.evaluate import Settings, agreement, evaluate, measure_acceptance, spread
+from draftsmith.inference.load_target import load
 from draftsmith.inference.output import Output
 from draftsmith.inference.records import Conversation, prompt_messages
 from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.sampling import Sampler
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.target import Target
 from draftsmith.scripts.summary import summary
 from draftsmith.scripts.tables import eval_table
 

@@ -24,8 +24,8 @@ from draftsmith import drafters
 from draftsmith.drafters.eagle3 import default_layers
 from draftsmith.drafters.vocabulary import check_fill, choose_draft_vocabulary
 from draftsmith.inference.conversations import read_conversations
+from draftsmith.inference.load_target import load
 from draftsmith.inference.records import parse
-from draftsmith.inference.target import load
 from draftsmith.inference.tokenizers import compare
 from draftsmith.train import checks_costs, checks_data, checks_drafter, checks_target, run
 from draftsmith.train.checks import Finding, Subject
@@ -462,7 +462,7 @@ def empty_mask(inject: Any) -> None:
     batch = FeatureStore(target, [Sequence([5, 9, 3, 14], [False, True, True, True])], drafter.feature_layers).batch(
         [0]
     )
-    parts = drafter(dataclasses.replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT)))
+    parts = drafter(dataclasses.replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT), layout=None))
     parts.sum.backward()
     assert float(parts.sum.detach()) == 0 and float(parts.count) == 0
     assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.base import TrainingBatch
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.inference.target import Target
 from draftsmith.train import captured, features
 from draftsmith.train.config import FeaturesConfig
@@ -92,7 +93,7 @@ def test_sequences_captured_together_differ_in_rounding_only(
 
 def test_a_batch_holds_what_the_model_says_about_each_sequence_alone(target: Target, sequences: list[Sequence]) -> None:
     """Against the Hugging Face model itself, without padding; `hidden_states[i]` enters layer i."""
-    batch = filled(target, sequences).batch([0, 2, 1])
+    batch = one_per_row(filled(target, sequences).batch([0, 2, 1]))
     final_norm_input = {}
     hook = target.model.model.norm.register_forward_pre_hook(lambda _, args: final_norm_input.update(x=args[0]))  # type: ignore[operator, union-attr]
     for row, index in enumerate([0, 2, 1]):
@@ -127,7 +128,7 @@ def test_sequences_without_a_supervised_token_make_a_batch_that_teaches_nothing(
     target: Target, sequences: list[Sequence]
 ) -> None:
     batch = filled(target, sequences).batch([7, 7])
-    assert batch.features_BTF.shape == (2, 3, 4 * 32) and not batch.loss_mask_BT.any()
+    assert batch.features_BTF.shape == (1, 6, 4 * 32) and not batch.loss_mask_BT.any()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from draftsmith import drafters
 from draftsmith.drafters import hydra, tree
 from draftsmith.drafters.base import Shape, TrainableDrafter, TrainingBatch
 from draftsmith.drafters.regression import RIDGE, later_states
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.inference.drafting import make_pick
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
@@ -44,7 +45,7 @@ def make(toy: SimpleNamespace, *, random: bool = True, **changes: Any) -> Traina
 def make_batch(drafter: TrainableDrafter, sequences: list[list[int]], prompt: int = 0) -> TrainingBatch:
     rows = [Sequence(ids, [False] * prompt + [True] * (len(ids) - prompt)) for ids in sequences]
     target: Any = drafter.target
-    return FeatureStore(target, rows, ("last",)).batch(range(len(rows)))
+    return one_per_row(FeatureStore(target, rows, ("last",)).batch(range(len(rows))))
 
 
 class Contract:
@@ -98,7 +99,9 @@ class Contract:
         return self.w[f"lm_heads.{k if self.config.own_head else 0}.weight"] @ z
 
 
-def training_logits(monkeypatch: pytest.MonkeyPatch, drafter: TrainableDrafter, batch: TrainingBatch) -> list[Tensor]:
+def training_logits(
+    toy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, drafter: TrainableDrafter, batch: TrainingBatch
+) -> list[Tensor]:
     """The draft logits of training, one (B, T, W) per depth."""
     seen: list[Tensor] = []
 
@@ -109,7 +112,7 @@ def training_logits(monkeypatch: pytest.MonkeyPatch, drafter: TrainableDrafter, 
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(hydra, "distill", distill)
         drafter(batch)
-    return seen
+    return toy.grids_of(seen, hydra.trained_starts(batch, drafter.training_depth))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -118,7 +121,7 @@ def test_training_forward_equals_the_written_contract(
 ) -> None:
     drafter = make(toy, **options)
     batch = make_batch(drafter, IDS)
-    logits = training_logits(monkeypatch, drafter, batch)
+    logits = training_logits(toy, monkeypatch, drafter, batch)
     contract, checked = Contract(drafter), 0
     with torch.no_grad():
         for row, ids in enumerate(IDS):
@@ -182,7 +185,7 @@ def test_drafting_the_true_tokens_gives_the_teacher_forced_logits_round_after_ro
     drafter = make(toy, **options)
     sequences = torch.randint(3, toy.VOCAB, (3, 22), generator=torch.Generator().manual_seed(6)).tolist()
     batch = make_batch(drafter, sequences)
-    expected = training_logits(monkeypatch, drafter, batch)
+    expected = training_logits(toy, monkeypatch, drafter, batch)
     rounds = [[5, 1, 3], [2, 4, 1], [1, 1, 5], [3, 2, 1]]
     for done in range(1, 5):
         with torch.inference_mode():

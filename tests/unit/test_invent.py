@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from draftsmith.inference.load_target import load
 from draftsmith.inference.sampling import Sampler
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.target import Target
 from draftsmith.train import invent as invention
 from draftsmith.train.answers import Settings
 from draftsmith.train.invent import different, invent

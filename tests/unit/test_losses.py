@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.drafters import losses, starts
+from draftsmith.drafters import fused, losses, starts
 from draftsmith.drafters.base import TrainingBatch
 from draftsmith.drafters.divergences import Name
 from draftsmith.drafters.losses import LossConfig
@@ -51,6 +51,16 @@ def random_batch(head: Head, mask: list[list[bool]], seed: int = 0) -> TrainingB
         log_normaliser_BT=logits_BTV.logsumexp(-1),
         argmax_BT=logits_BTV.argmax(-1),
     )
+
+
+def distill(
+    hidden: list[Tensor], heads: list[Tensor], batch: TrainingBatch, *rest: Any, **options: Any
+) -> losses.Distilled:
+    """`losses.distill` of states on a grid (B, T, D)."""
+    config = next(value for value in rest if isinstance(value, LossConfig))
+    trained_JBT = starts.trained_starts(batch, len(hidden), config.thin)
+    rows = [grid_BTD[trained_BT] for grid_BTD, trained_BT in zip(hidden, trained_JBT, strict=True)]
+    return losses.distill(rows, heads, batch, *rest, **options)
 
 
 def definition(config: LossConfig, target_V: Tensor, draft_V: Tensor) -> Tensor:
@@ -176,14 +186,12 @@ def test_loss_and_gradients_equal_the_plain_definition(
     torch.manual_seed(1)
     head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64), cap)
     kept_W = KEPT_W if reduced else torch.arange(VOCAB)
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", rows_per_chunk * len(kept_W))
+    monkeypatch.setattr(fused, "CHUNK_ELEMENTS", rows_per_chunk * len(kept_W))
     batch = random_batch(head, [[False, True, True, False, True, True, True], [True] * 3 + [False] * 4])
     hidden = [torch.randn(2, 7, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     heads = [torch.randn(len(kept_W), WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(num_heads)]
 
-    parts, loss_JBT, overlap_JBT, weight_JBT = losses.distill(
-        hidden, heads, batch, head, kept_W if reduced else None, config
-    )
+    parts, loss_JBT, overlap_JBT, weight_JBT = distill(hidden, heads, batch, head, kept_W if reduced else None, config)
     got = torch.autograd.grad(3.0 * parts.sum, [*hidden, *heads])  # times 3: the incoming gradient is used
     expected_sum, alpha_JBT = plain_loss(hidden, heads, batch, head, kept_W.tolist(), config)
     expected = torch.autograd.grad(3.0 * expected_sum, [*hidden, *heads])
@@ -206,14 +214,14 @@ def test_a_draft_behind_the_targets_own_head_is_soft_capped_as_the_target_is(con
     shared_WD = head.weight[KEPT_W].requires_grad_(not frozen)
     trained = hidden if frozen else [*hidden, shared_WD]
 
-    parts = losses.distill(hidden, [shared_WD], batch, head, KEPT_W, config, adjust_draft=True).parts
+    parts = distill(hidden, [shared_WD], batch, head, KEPT_W, config, adjust_draft=True).parts
     expected_sum, _ = plain_loss(hidden, [shared_WD], batch, head, KEPT_W.tolist(), config, adjust_draft=True)
     torch.testing.assert_close(parts.sum, expected_sum, rtol=1e-11, atol=1e-11)
     for ours, plain in zip(
         torch.autograd.grad(parts.sum, trained), torch.autograd.grad(expected_sum, trained), strict=True
     ):
         torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)
-    uncapped = losses.distill(hidden, [shared_WD], batch, head, KEPT_W, config).parts
+    uncapped = distill(hidden, [shared_WD], batch, head, KEPT_W, config).parts
     assert not torch.isclose(uncapped.sum, parts.sum)
 
 
@@ -232,7 +240,7 @@ def test_loss_in_half_precision_heads_stays_close_to_the_plain_definition() -> N
     )
     hidden = [torch.randn(1, 5, WIDTH, requires_grad=True)]
     trained_WD = torch.randn(VOCAB, WIDTH, requires_grad=True)
-    parts = losses.distill(hidden, [trained_WD], batch, Head(weight_VD), None, LossConfig(decay=1.0)).parts
+    parts = distill(hidden, [trained_WD], batch, Head(weight_VD), None, LossConfig(decay=1.0)).parts
     wide = TrainingBatch(
         batch.ids_BT,
         batch.loss_mask_BT,
@@ -259,7 +267,7 @@ def test_supervised_positions_are_those_written_by_hand_for_two_turns() -> None:
     head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64))
     batch = random_batch(head, [TWO_TURNS])
     hidden = [torch.randn(1, 7, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    parts = losses.distill(
+    parts = distill(
         hidden, [torch.randn(VOCAB, WIDTH, dtype=torch.float64)], batch, head, None, LossConfig(decay=0.8)
     ).parts
     parts.sum.backward()
@@ -289,7 +297,7 @@ def hand_example(decay: float = 1.0) -> tuple[Any, TrainingBatch, list[Tensor], 
 
 def test_metrics_are_those_counted_by_hand() -> None:
     head, batch, hidden, weight = hand_example()
-    metrics = losses.distill(hidden, [weight], batch, head, None, LossConfig(decay=1.0)).parts.metrics
+    metrics = distill(hidden, [weight], batch, head, None, LossConfig(decay=1.0)).parts.metrics
     assert metrics["correct"].tolist() == [3, 2, 2]
     # Starts whose depths 0 to j are all supervised: {0, 1, 2, 4}, {0, 1}, {0}; of these still right: {0, 1, 4}, {0}, {0}.
     assert metrics["starts"].tolist() == [4, 2, 1]
@@ -312,15 +320,6 @@ def test_metrics_are_those_counted_by_hand() -> None:
     assert metrics["loss"].tolist() == pytest.approx(expected)
 
 
-def test_metrics_do_not_depend_on_the_order_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    head, batch, hidden, weight = hand_example()
-    before = losses.distill(hidden, [weight], batch, head, None, LossConfig(decay=1.0)).parts.metrics
-    plain = losses.supervised_rows
-    monkeypatch.setattr(losses, "supervised_rows", lambda batch: tuple(index.flip(0) for index in plain(batch)))
-    after = losses.distill(hidden, [weight], batch, head, None, LossConfig(decay=1.0)).parts.metrics
-    torch.testing.assert_close(after, before)
-
-
 def test_a_guess_in_a_reduced_vocabulary_is_right_only_if_the_map_leads_to_the_targets_token() -> None:
     head = Head(torch.eye(4, dtype=torch.float64))
     batch = hand_example()[1]
@@ -328,12 +327,12 @@ def test_a_guess_in_a_reduced_vocabulary_is_right_only_if_the_map_leads_to_the_t
     hidden = [
         torch.tensor([2.0, 0.0], dtype=torch.float64).repeat(1, 7, 1)
     ]  # draft id 0 is token 1, the target's choice
-    metrics = losses.distill(
+    metrics = distill(
         hidden, [torch.eye(2, dtype=torch.float64)], batch, head, kept_W, LossConfig(decay=1.0)
     ).parts.metrics
     assert metrics["correct"].tolist() == [4]
     hidden = [torch.tensor([0.0, 2.0], dtype=torch.float64).repeat(1, 7, 1)]  # draft id 1 is token 3
-    metrics = losses.distill(
+    metrics = distill(
         hidden, [torch.eye(2, dtype=torch.float64)], batch, head, kept_W, LossConfig(decay=1.0)
     ).parts.metrics
     assert metrics["correct"].tolist() == [0]
@@ -345,7 +344,7 @@ def test_a_batch_without_supervised_tokens_gives_a_zero_loss_that_still_backprop
     batch = random_batch(head, [mask])
     hidden = [torch.randn(1, 5, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     weight = torch.randn(VOCAB, WIDTH, dtype=torch.float64, requires_grad=True)
-    parts = losses.distill(hidden, [weight], batch, head, None, LossConfig(decay=0.8)).parts
+    parts = distill(hidden, [weight], batch, head, None, LossConfig(decay=0.8)).parts
     parts.sum.backward()
     assert float(parts.sum.detach()) == 0 and float(parts.count) == 0
     assert all(torch.equal(t.grad, torch.zeros_like(t)) for t in [*hidden, weight])
@@ -356,7 +355,7 @@ def test_a_sequence_of_one_token_has_nothing_to_learn_and_does_not_fail() -> Non
     head = Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64))
     batch = random_batch(head, [[True]])
     hidden = [torch.randn(1, 1, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    parts = losses.distill(
+    parts = distill(
         hidden, [torch.randn(VOCAB, WIDTH, dtype=torch.float64)], batch, head, None, LossConfig(decay=0.8)
     ).parts
     parts.sum.backward()
@@ -365,7 +364,7 @@ def test_a_sequence_of_one_token_has_nothing_to_learn_and_does_not_fail() -> Non
 
 def test_metric_sums_of_two_batches_summarise_like_one() -> None:
     head, batch, hidden, weight = hand_example()
-    once = losses.distill(hidden, [weight], batch, head, None, LossConfig(decay=1.0)).parts.metrics
+    once = distill(hidden, [weight], batch, head, None, LossConfig(decay=1.0)).parts.metrics
     twice = {name: value + value for name, value in once.items()}
     assert losses.summarise(twice) == pytest.approx(losses.summarise(once))
 
@@ -393,7 +392,7 @@ def test_a_thinned_loss_is_the_plain_one_over_the_kept_starts_with_larger_weight
     batch, thin, decay = thin_batch(head), 0.5, 0.8
     hidden = [torch.randn(2, 30, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     weight_WD = torch.randn(VOCAB, WIDTH, dtype=torch.float64, requires_grad=True)
-    parts = losses.distill(hidden, [weight_WD], batch, head, None, LossConfig(decay=decay, thin=thin)).parts
+    parts = distill(hidden, [weight_WD], batch, head, None, LossConfig(decay=decay, thin=thin)).parts
     total = torch.zeros((), dtype=torch.float64)
     for j, b, p in starts.trained_starts(batch, 3, thin).nonzero().tolist():
         target_probs_V = torch.softmax(head.logits(batch.last_BTD[b, p + 1 + j]), -1)
@@ -406,15 +405,15 @@ def test_a_thinned_loss_is_the_plain_one_over_the_kept_starts_with_larger_weight
     assert parts.metrics["supervised"].tolist() == starts.trained_starts(batch, 3, thin).sum((1, 2)).tolist()
 
 
-def test_starts_pad_and_place_are_inverse_to_unpad_and_pick() -> None:
+def test_starts_find_what_stands_at_them_in_whatever_order_it_is_kept() -> None:
     active_BT = torch.tensor([[False, True, True, False, True], [False, False, False, True, False]])
-    some = starts.Starts(active_BT)
+    batch = random_batch(Head(torch.randn(VOCAB, WIDTH, dtype=torch.float64)), [[True] * 5] * 2)
+    some = starts.Starts.where(batch, active_BT)
     x_BTD = torch.randn(2, 5, 3)
     picked_nD = some.pick(x_BTD)
     assert torch.equal(picked_nD, x_BTD[active_BT])
-    assert torch.equal(some.place(picked_nD), x_BTD * active_BT[..., None])
-    padded_BAD = some.pad(picked_nD)
-    assert padded_BAD.shape == (2, 3, 3) and torch.equal(padded_BAD[1, 1:], torch.zeros(2, 3))
-    assert torch.equal(some.unpad(padded_BAD), picked_nD)
-    fewer = starts.Starts(active_BT & torch.tensor([True, True, False, True, True]))
-    assert torch.equal(picked_nD[fewer.among(some)], fewer.pick(x_BTD))
+    assert torch.equal(some.over_places(picked_nD).view_as(x_BTD), x_BTD * active_BT[..., None])
+    assert some.position_n.tolist() == [1, 2, 4, 3]
+    assert torch.equal(some.ids_at(-1), batch.ids_BT[:, :-1][active_BT[:, 1:]])
+    fewer = starts.Starts.where(batch, active_BT & torch.tensor([True, True, False, True, True]))
+    assert torch.equal(fewer.of(some, picked_nD), fewer.pick(x_BTD))

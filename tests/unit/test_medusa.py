@@ -11,6 +11,7 @@ from torch import Tensor
 from draftsmith import drafters
 from draftsmith.drafters import medusa, tree
 from draftsmith.drafters.base import Shape, TrainableDrafter
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.inference.speculation import Speculation
 from draftsmith.train.data import Sequence
 from draftsmith.train.features import FeatureStore
@@ -63,7 +64,7 @@ def test_training_and_drafting_equal_the_written_contract(
     drafter = make(toy, random=True, num_layers=num_layers, num_heads=3, **settings)
     rows = [Sequence([5, 9, 3, 14, 8, 33], [True] * 6), Sequence([5, 9, 40], [True] * 3)]
     target: Any = drafter.target
-    batch = FeatureStore(target, rows, ("last",)).batch([0, 1])
+    batch = one_per_row(FeatureStore(target, rows, ("last",)).batch([0, 1]))
     seen: dict[str, list[Tensor]] = {}
     monkeypatch.setattr(
         medusa,
@@ -72,6 +73,7 @@ def test_training_and_drafting_equal_the_written_contract(
     )
     with torch.no_grad():
         drafter(batch)
+    seen["hidden"] = toy.grids_of(seen["hidden"], medusa.trained_starts(batch, drafter.training_depth))
     weights = drafter.state_dict()
     drafted = drafted_logits(toy, drafter, batch.last_BTD, [6, 3])
     for k in range(3):
@@ -100,7 +102,7 @@ def test_loss_and_gradients_are_those_of_the_written_contract(toy: SimpleNamespa
     """-Σ p log q with weights 0.8 ** k, summed over positions, heads and the draft vocabulary."""
     drafter: Any = make(toy, random=True, num_layers=2, num_heads=3, **settings)
     ids = [5, 9, 3, 14, 8, 33]
-    batch = FeatureStore(drafter.target, [Sequence(ids, [True] * 6)], ("last",)).batch([0])
+    batch = one_per_row(FeatureStore(drafter.target, [Sequence(ids, [True] * 6)], ("last",)).batch([0]))
     parts = drafter(batch)
     parts.sum.backward()
     weights = dict(drafter.named_parameters())

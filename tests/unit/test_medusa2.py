@@ -15,15 +15,17 @@ from draftsmith.drafters import adapters, medusa, medusa2
 from draftsmith.drafters.adapters import AdaptedTarget, compare
 from draftsmith.drafters.base import Pace, Shape, TrainableDrafter
 from draftsmith.drafters.tree import Dynamic, chain
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.inference.decode import generate
+from draftsmith.inference.load_target import load
 from draftsmith.inference.loading import load_drafter
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.target import Target
 from draftsmith.train.config import OptimConfig
 from draftsmith.train.data import Sequence
 from draftsmith.train.features import FeatureStore
-from draftsmith.train.run import make_optimizers, set_rates
+from draftsmith.train.optim import make_optimizers, set_rates
 from draftsmith.train.serving import distance, save, serve
 
 ROWS = [
@@ -47,7 +49,7 @@ def make(toy: SimpleNamespace, target: Target, *, random: bool = True, **changes
 
 
 def batch_of(target: Target) -> Any:
-    return FeatureStore(target, ROWS, ("last",)).batch([0, 1])
+    return one_per_row(FeatureStore(target, ROWS, ("last",)).batch([0, 1]))
 
 
 def by_hand(drafter: TrainableDrafter, target: Target) -> Any:

@@ -14,6 +14,7 @@ from draftsmith import drafters
 from draftsmith.drafters import mtp, tree
 from draftsmith.drafters.base import Shape, TrainableDrafter, TrainingBatch
 from draftsmith.drafters.losses import LossConfig
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.train.data import Sequence
 from draftsmith.train.features import FeatureStore
 
@@ -38,11 +39,11 @@ def make(toy: SimpleNamespace, **changes: Any) -> TrainableDrafter:
 def make_batch(drafter: TrainableDrafter, sequences: list[list[int]]) -> TrainingBatch:
     rows = [Sequence(ids, [True] * len(ids)) for ids in sequences]
     target: Any = drafter.target
-    return FeatureStore(target, rows, drafter.feature_layers).batch(range(len(rows)))
+    return one_per_row(FeatureStore(target, rows, drafter.feature_layers).batch(range(len(rows))))
 
 
 def training_outputs(
-    monkeypatch: pytest.MonkeyPatch, drafter: TrainableDrafter, sequences: list[list[int]]
+    toy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, drafter: TrainableDrafter, sequences: list[list[int]]
 ) -> tuple[list[Tensor], Tensor]:
     """What training feeds to the head, one (B, T, D) per depth, and the target's features."""
     seen: list[Tensor] = []
@@ -50,7 +51,7 @@ def training_outputs(
         patch.setattr(mtp, "distill", lambda hidden, *a: seen.extend(hidden) or SimpleNamespace(parts=None))
         batch = make_batch(drafter, sequences)
         drafter(batch)
-    return seen, batch.features_BTF
+    return toy.grids_of(seen, mtp.trained_starts(batch, drafter.training_depth)), batch.features_BTF
 
 
 class Formulas:
@@ -121,7 +122,7 @@ def test_training_forward_equals_the_formulas(
     monkeypatch: pytest.MonkeyPatch, toy: SimpleNamespace, options: dict[str, Any]
 ) -> None:
     drafter = make(toy, **options)
-    outputs, features_BTF = training_outputs(monkeypatch, drafter, [IDS, IDS[:5]])
+    outputs, features_BTF = training_outputs(toy, monkeypatch, drafter, [IDS, IDS[:5]])
     formulas = Formulas(drafter)
     with torch.no_grad():
         for row, ids in enumerate([IDS, IDS[:5]]):
@@ -165,7 +166,7 @@ def test_drafting_feeds_the_head_what_training_did(
     drafter: Any = make(toy, **options)
     generator = torch.Generator().manual_seed(6)
     sequences = torch.randint(3, toy.VOCAB, (2, 16), generator=generator)
-    outputs, features_BTF = training_outputs(monkeypatch, drafter, sequences.tolist())
+    outputs, features_BTF = training_outputs(toy, monkeypatch, drafter, sequences.tolist())
     expected = [output @ drafter.head_weight().T for output in outputs]
     with torch.inference_mode():
         state, lengths, checked = drafter.init(2, 30), [0, 0], 0

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from draftsmith.drafters import tree
 from draftsmith.inference.decode import generate
+from draftsmith.inference.load_target import load
 from draftsmith.inference.loading import load_drafter
 from draftsmith.inference.native_mtp import load_native_mtp
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.target import Target
 
 WIDTH, INNER, LAYERS = 32, 64, 4
 BLOCK = {

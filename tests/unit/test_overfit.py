@@ -14,6 +14,7 @@ from draftsmith import drafters
 from draftsmith.drafters.base import TrainableDrafter
 from draftsmith.drafters.losses import summarise
 from draftsmith.drafters.tree import chain
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.inference.decode import generate
 from draftsmith.inference.metrics import acceptance
 from draftsmith.inference.sampling import Sampler
@@ -51,7 +52,7 @@ def overfit(kind: str, toy: SimpleNamespace) -> tuple[Target, TrainableDrafter, 
     settings = {**toy.KIND_SETTINGS.get(kind, {}), **SETTINGS.get(kind, {})}
     drafter = drafters.build(kind, settings, target.shape)
     drafter.initialise(target, count_answer_tokens(sequences, target.shape.vocab_size))
-    batch = FeatureStore(target, sequences, drafter.feature_layers).batch(range(len(sequences)))
+    batch = one_per_row(FeatureStore(target, sequences, drafter.feature_layers).batch(range(len(sequences))))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=LR, weight_decay=0.0)
     for step in range(STEPS):
         for group in optimizer.param_groups:

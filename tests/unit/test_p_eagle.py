@@ -12,6 +12,7 @@ from torch import Tensor
 from draftsmith import drafters
 from draftsmith.drafters import p_eagle, tree
 from draftsmith.drafters.base import Shape, TrainableDrafter, TrainingBatch
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.inference.decode import generate
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
@@ -47,18 +48,18 @@ def make(toy: SimpleNamespace, **changes: Any) -> TrainableDrafter:
 
 def make_batch(drafter: TrainableDrafter, sequences: list[Sequence]) -> TrainingBatch:
     target: Any = drafter.target
-    return FeatureStore(target, sequences, drafter.feature_layers).batch(range(len(sequences)))
+    return one_per_row(FeatureStore(target, sequences, drafter.feature_layers).batch(range(len(sequences))))
 
 
 def training_hidden(
-    monkeypatch: pytest.MonkeyPatch, drafter: TrainableDrafter, batch: TrainingBatch
+    toy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, drafter: TrainableDrafter, batch: TrainingBatch
 ) -> tuple[Tensor, ...]:
     """What training feeds to the draft head, one (B, T, D) per depth."""
     seen: list[Tensor] = []
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(p_eagle, "distill", lambda hidden, *a: seen.extend(hidden) or SimpleNamespace(parts=None))
         drafter(batch)
-    return tuple(seen)
+    return tuple(toy.grids_of(seen, p_eagle.trained_starts(batch, DEPTH, drafter.config.loss.thin)))
 
 
 class Contract:
@@ -129,7 +130,7 @@ def test_training_forward_equals_the_written_contract(
 ) -> None:
     drafter = make(toy, **options)
     batch = make_batch(drafter, SEQUENCES)
-    hidden, contract, checked = training_hidden(monkeypatch, drafter, batch), Contract(drafter), 0
+    hidden, contract, checked = training_hidden(toy, monkeypatch, drafter, batch), Contract(drafter), 0
     share_JBT = p_eagle.trained_starts(batch, DEPTH, drafter.config.loss.thin)
     for row, sequence in enumerate(SEQUENCES):
         for start in range(len(sequence.ids) - 2):
@@ -176,7 +177,7 @@ def test_thinning_changes_which_entries_run_but_nothing_at_those_that_do(
 ) -> None:
     drafter, thinned = make(toy), make(toy, loss={"thin": 0.5})
     batch = make_batch(drafter, [Sequence(list(range(3, 63)), [True] * 60), Sequence(list(range(10, 27)), [True] * 17)])
-    full, thin = (training_hidden(monkeypatch, model, batch) for model in (drafter, thinned))
+    full, thin = (training_hidden(toy, monkeypatch, model, batch) for model in (drafter, thinned))
     shares = []
     for ours, whole in zip(thin[1:], full[1:], strict=True):
         ran_BT = ours.abs().sum(-1) > 0
@@ -196,7 +197,7 @@ def test_drafting_feeds_the_head_what_training_did(
     sequences = torch.randint(3, toy.VOCAB, (3, 22), generator=generator)
     batch = make_batch(drafter, [Sequence(ids, [True] * 22) for ids in sequences.tolist()])
     features_BTF, contract, checked = batch.features_BTF, Contract(drafter), 0
-    trained_logits = [h @ drafter.lm_head.weight.T for h in training_hidden(monkeypatch, drafter, batch)]
+    trained_logits = [h @ drafter.lm_head.weight.T for h in training_hidden(toy, monkeypatch, drafter, batch)]
 
     with torch.inference_mode():
         state, lengths = drafter.init(3, 22), [0, 0, 0]

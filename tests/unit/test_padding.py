@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftsmith import drafters
 from draftsmith.drafters.base import TrainableDrafter, TrainingBatch
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.train.data import Sequence
 from draftsmith.train.features import FeatureStore
 
@@ -33,7 +34,7 @@ def drafter(request: pytest.FixtureRequest, toy: SimpleNamespace) -> TrainableDr
 
 def make_batch(drafter: TrainableDrafter, sequences: list[Sequence]) -> TrainingBatch:
     target: Any = drafter.target
-    return FeatureStore(target, sequences, drafter.feature_layers).batch(range(len(sequences)))
+    return one_per_row(FeatureStore(target, sequences, drafter.feature_layers).batch(range(len(sequences))))
 
 
 def loss_and_gradients(drafter: TrainableDrafter, *batches: TrainingBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftsmith import drafters
 from draftsmith.drafters.base import TrainableDrafter, TrainingBatch
+from draftsmith.drafters.unpack import one_per_row
 from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.target import Target
 from draftsmith.train.data import Sequence, sequences_of
@@ -123,7 +124,7 @@ def test_targets_of_prompt_tokens_change_neither_loss_nor_gradients_to_the_last_
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.1)
-    batch = FeatureStore(target, rows, drafter.feature_layers).batch(range(len(rows)))
+    batch = one_per_row(FeatureStore(target, rows, drafter.feature_layers).batch(range(len(rows))))
     teaches_BT = torch.tensor(
         [[t >= 1 and t + 1 < len(r.ids) and r.loss_mask[t + 1] for t in range(batch.ids_BT.shape[1])] for r in rows]
     )

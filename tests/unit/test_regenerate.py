@@ -12,9 +12,10 @@ import torch
 
 from draftsmith.inference.conversations import read_conversations
 from draftsmith.inference.decode import generate
+from draftsmith.inference.load_target import load
 from draftsmith.inference.rendering import prompt_ids
 from draftsmith.inference.sampling import Sampler
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.target import Target
 from draftsmith.train import answers, invent, regenerate
 from draftsmith.train.answers import Settings
 from draftsmith.train.data import load_sequences

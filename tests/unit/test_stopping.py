@@ -10,11 +10,12 @@ import torch
 from draftsmith.drafters.tree import Fixed, chain
 from draftsmith.inference import metrics
 from draftsmith.inference.decode import generate
+from draftsmith.inference.load_target import load
 from draftsmith.inference.output import Output
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 from draftsmith.inference.stopping import Stopper, Stopping
-from draftsmith.inference.target import Target, load
+from draftsmith.inference.target import Target
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [90, 91, 92]]
 

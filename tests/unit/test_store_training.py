@@ -12,7 +12,7 @@ import yaml
 
 from draftsmith import drafters
 from draftsmith.scripts.sweep import read_runs
-from draftsmith.train import run
+from draftsmith.train import loop, run
 from draftsmith.train.config import read
 
 STORES = ("online", "memory", "disk", "hybrid")
@@ -106,7 +106,7 @@ def test_a_hybrid_run_that_was_interrupted_goes_on_with_what_it_stored(
     config: Path, toy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     online = weights(config, "online")
-    plain = run.set_rates
+    plain = loop.set_rates
     calls: list[int] = []
 
     def stops(*arguments: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_hybrid_run_that_was_interrupted_goes_on_with_what_it_stored(
         plain(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "set_rates", stops)
+        patch.setattr(loop, "set_rates", stops)
         with pytest.raises(KeyboardInterrupt):
             weights(config, "hybrid")
     ours = weights(config, "hybrid")

@@ -12,10 +12,13 @@ import torch
 import transformers
 
 from draftsmith.drafters import tree
+from draftsmith.inference.architecture import fingerprint
 from draftsmith.inference.decode import generate
+from draftsmith.inference.load_target import load
+from draftsmith.inference.placement import refuse_offloaded
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
-from draftsmith.inference.target import Target, _refuse_offloaded, fingerprint, load
+from draftsmith.inference.target import Target
 
 PARENTS = (-1, -1, 0, 0, 1, 4)  # drawn in test_tree.py
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [21], [30, 31, 32, 33]]
@@ -277,11 +280,22 @@ def test_a_target_that_is_spread_out_gives_the_same_states_laws_and_answers(
     with pytest.raises(
         ValueError, match=r"toy does not fit on the devices: \d+ of its tensors are offloaded; give more"
     ):
-        _refuse_offloaded(target.model, "toy")
+        refuse_offloaded(target.model, "toy")
+
+
+def test_a_launch_under_zero_3_does_not_cut_the_target_up_as_it_is_loaded(toy_folder: Path) -> None:
+    """accelerate keeps such a config for its lifetime, and transformers acts on it in every process."""
+    pytest.importorskip("deepspeed", exc_type=ImportError)
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+
+    kept = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+    assert is_deepspeed_zero3_enabled() and kept.is_zero3()
+    target = load(toy_folder)
+    assert all(parameter.numel() > 0 and not hasattr(parameter, "ds_id") for parameter in target.model.parameters())
 
 
 def test_a_target_loaded_with_a_device_map_is_the_same_target(toy_folder: Path) -> None:
     ids_BT = torch.tensor([[5, 6, 7, 8]])
-    spread, plain = load(toy_folder, device_map="auto"), load(toy_folder)
+    spread, plain = load(toy_folder, placement="device_map"), load(toy_folder)
     assert spread.shape == plain.shape
     assert torch.equal(spread.hidden(ids_BT, (1, 4))[0], plain.hidden(ids_BT, (1, 4))[0])

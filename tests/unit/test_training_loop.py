@@ -14,8 +14,9 @@ import torch
 import yaml
 
 from draftsmith import drafters
-from draftsmith.train import clock, run
+from draftsmith.train import clock, loop, run
 from draftsmith.train.config import read
+from draftsmith.train.evaluation import Evaluation
 from draftsmith.train.features import FeatureStore
 from draftsmith.train.optim import schedule
 
@@ -96,15 +97,22 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(
     assert not equal(weights(first, 1), weights(other, 1))
 
 
+def evaluation(tau: float) -> Evaluation:
+    """One that says nothing but tau."""
+    interval = {"value": tau, "low": tau, "high": tau}
+    report = {"tokens_per_round": interval, "cond_accept": [], "uncond_accept": [], "ngram_tau": 1.0}
+    return Evaluation({"acceptance/tau": tau}, report, {})
+
+
 def scripted_acceptance(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> list[dict[str, torch.Tensor]]:
     """Evaluations give these values one after the other; returns the weights that they are handed."""
     handed: list[dict[str, torch.Tensor]] = []
 
-    def evaluate_now(config: Any, target: Any, drafter: Any, held_out: Any) -> dict[str, float]:
+    def evaluate_now(config: Any, target: Any, drafter: Any, held_out: Any) -> Evaluation:
         handed.append({name: tensor.clone() for name, tensor in drafter.state_dict().items()})
-        return {"acceptance/tau": taus[len(handed) - 1]}
+        return evaluation(taus[len(handed) - 1])
 
-    monkeypatch.setattr(run, "evaluate_now", evaluate_now)
+    monkeypatch.setattr(loop, "evaluate_now", evaluate_now)
     return handed
 
 
@@ -143,12 +151,12 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             time.now += 1
         return plain(self, *arguments)
 
-    def evaluate_now(*arguments: Any) -> dict[str, float]:
+    def evaluate_now(*arguments: Any) -> Evaluation:
         time.now += 1000
-        return {"acceptance/tau": 1.0 + time.now}
+        return evaluation(1.0 + time.now)
 
     monkeypatch.setattr(FeatureStore, "batch", batch)
-    monkeypatch.setattr(run, "evaluate_now", evaluate_now)
+    monkeypatch.setattr(loop, "evaluate_now", evaluate_now)
     return time
 
 
