@@ -173,7 +173,7 @@ def _own_scores(
     query_nQHE: Tensor, key_nMGE: Tensor, seen_nQM: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores (n, G, g, Q, M) in `dtype`, and the queries (n, G, g, Q, E) and keys (n, G, 1, M, E) they come from."""
-    query_nGgQE = query_nQHE.unflatten(2, (key_nMGE.shape[2], -1)).permute(0, 2, 3, 1, 4).to(dtype)
+    query_nGgQE = _by_group(query_nQHE, key_nMGE).to(dtype)
     key_nG1ME = key_nMGE.transpose(1, 2)[:, :, None].to(dtype)
     scores_nGgQM = query_nGgQE @ key_nG1ME.transpose(3, 4) * query_nQHE.shape[-1] ** -0.5
     if seen_nQM is not None:
@@ -191,15 +191,20 @@ def _merge(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over the text and a block's own keys, from those over the text alone."""
     scores_nGgQM, _, _ = _own_scores(query_nQHE, key_nMGE, seen_nQM, lse_nQH.dtype)
-    text_nGgQ = lse_nQH.unflatten(2, (key_nMGE.shape[2], -1)).permute(0, 2, 3, 1)
+    text_nGgQ = _by_group(lse_nQH[..., None], key_nMGE)[..., 0]
     lse_nGgQ = torch.logaddexp(text_nGgQ, scores_nGgQM.logsumexp(-1))
     share_nQH = _per_query((text_nGgQ - lse_nGgQ).exp()[..., None])
     own_nGgQE = (scores_nGgQM - lse_nGgQ[..., None]).exp() @ value_nMGE.transpose(1, 2)[:, :, None].to(lse_nQH.dtype)
     return (out_nQHE * share_nQH + _per_query(own_nGgQE)).to(out_nQHE.dtype), _per_query(lse_nGgQ[..., None])[..., 0]
 
 
+def _by_group(x_nQHE: Tensor, key_nMGE: Tensor) -> Tensor:
+    """By the groups of heads that share keys: (n, Q, H, E) → (n, G, g, Q, E)."""
+    return x_nQHE.unflatten(2, (key_nMGE.shape[2], -1)).permute(0, 2, 3, 1, 4)
+
+
 def _per_query(x_nGgQE: Tensor) -> Tensor:
-    """(n, Q, H, E)."""
+    """The inverse: (n, Q, H, E)."""
     return x_nGgQE.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -213,15 +218,11 @@ def _own_gradients(
     seen_nQM: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the queries (the part through their own keys), and of the own keys and values."""
-    dtype, groups, scale = lse_nQH.dtype, key_nMGE.shape[2], query_nQHE.shape[-1] ** -0.5
-
-    def split(x_nQHE: Tensor) -> Tensor:
-        return x_nQHE.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).to(dtype)
-
+    dtype, scale = lse_nQH.dtype, query_nQHE.shape[-1] ** -0.5
     scores_nGgQM, query_nGgQE, key_nG1ME = _own_scores(query_nQHE, key_nMGE, seen_nQM, dtype)
-    probs_nGgQM = (scores_nGgQM - split(lse_nQH[..., None])).exp()
-    grad_nGgQE = split(grad_nQHE)
-    row_nGgQ1 = (grad_nGgQE * split(out_nQHE)).sum(-1, keepdim=True)
+    probs_nGgQM = (scores_nGgQM - _by_group(lse_nQH[..., None], key_nMGE)).exp()
+    grad_nGgQE = _by_group(grad_nQHE, key_nMGE).to(dtype)
+    row_nGgQ1 = (grad_nGgQE * _by_group(out_nQHE, key_nMGE).to(dtype)).sum(-1, keepdim=True)
     grad_probs_nGgQM = grad_nGgQE @ value_nMGE.transpose(1, 2)[:, :, None].to(dtype).transpose(3, 4)
     grad_scores_nGgQM = probs_nGgQM * (grad_probs_nGgQM - row_nGgQ1) * scale
     grad_query_nQHE = _per_query(grad_scores_nGgQM @ key_nG1ME)

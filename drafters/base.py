@@ -240,6 +240,11 @@ class TrainingBatch:
         if self.layout is None:
             object.__setattr__(self, "layout", one_text_per_row(self.ids_BT, self.loss_mask_BT))
 
+    @property
+    def next_BT(self) -> Tensor:
+        """The token behind each place, int64; of the last place it is the first one, where nothing is trained."""
+        return self.ids_BT.flatten().roll(-1).view_as(self.ids_BT)
+
 
 class Load(NamedTuple):
     """The size of a batch: its tokens, those of them that count in the loss, and its texts."""

@@ -238,8 +238,7 @@ class Model(TrainableDrafter):
         hidden_nJD = self.train_blocks(batch, anchors)
         reads_nJX, head_WX = hidden_nJD, self.head_weight()
         if config.markov_rank:  # one product for both parts of the logits
-            before_nJ = torch.stack([anchors.ids_at(1 + j) for j in range(config.depth)], 1)
-            previous_nJr = self.lm_head_markov.previous(before_nJ)
+            previous_nJr = self.lm_head_markov.previous(anchors.paths(config.depth))
             reads_nJX = torch.cat([hidden_nJD, previous_nJr.to(hidden_nJD.dtype)], 2)
             head_WX = torch.cat([head_WX.to(self.dtype), self.lm_head_markov.next.weight], 1)
         reads = [

@@ -205,8 +205,9 @@ class Model(TrainableDrafter):
         )
         head_WD, loss = self.lm.get_output_embeddings().weight, loss or self.config.loss
         starts = Starts.where(batch, trained_starts(batch, 1)[0])
-        reads_nD = states_BTD.flatten(0, 1).index_select(0, sent(starts.place_n + 1, states_BTD.device))
-        return distill([reads_nD], [head_WD], batch, self.target, self.token_ids_W, loss, scale_JBT=scale_1BT)
+        return distill(
+            [starts.pick(states_BTD, 1)], [head_WD], batch, self.target, self.token_ids_W, loss, scale_JBT=scale_1BT
+        )
 
     def _known(self, ids_BT: Tensor) -> Tensor:
         """Ids that the LM can read: one that it lacks is read as 0, as in drafting."""

@@ -163,8 +163,7 @@ def regression(
     for depth, (output_nD, trained_BT, weight_BT) in enumerate(zip(outputs, trained_JBT, weight_JBT, strict=True)):
         starts = Starts.where(batch, trained_BT)
         wide = torch.promote_types(output_nD.dtype, torch.float32)
-        next_n = sent(starts.place_n + 1 + depth, output_nD.device)
-        next_nD = batch.last_BTD.flatten(0, 1).index_select(0, next_n).to(wide)
+        next_nD = starts.pick(batch.last_BTD, 1 + depth).to(wide)
         error_n = nn.functional.smooth_l1_loss(output_nD.to(wide), next_nD, reduction="none").mean(1)
         totals.append((error_n * starts.pick(weight_BT).to(wide)).sum())
         sums.append(error_n.detach().sum().float())

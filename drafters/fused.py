@@ -20,6 +20,7 @@ from torch import Tensor
 from draftsmith.drafters import divergences
 from draftsmith.drafters.divergences import Divergence, Laws
 from draftsmith.drafters.head_gradient import HeadGradient, exact_dtype
+from draftsmith.drafters.layout import sent
 
 CHUNK_ELEMENTS = 1 << 24
 """Rows per chunk are this many logits divided by W, if that is not too few (`rows_per_chunk`)."""
@@ -117,7 +118,7 @@ class _Fused(torch.autograd.Function):
         vocab = len(teacher.head_WD)
         needed_m = _union(job.rows, len(teacher.argmax_n))
         chunks = _Chunks(job.rows, needed_m, rows_per_chunk(vocab, heads[0].shape[1]))
-        index_m, index = _sent(needed_m, device), [_sent(rows_r, device) for rows_r in chunks.rows]
+        index_m, index = sent(needed_m, device), [sent(rows_r, device) for rows_r in chunks.rows]
         logits_cW, target_cW = torch.empty(chunks.size, vocab, dtype=dtype, device=device), None
         if teacher.few is None:
             target_cW = torch.empty_like(logits_cW, dtype=teacher.head_WD.dtype)
@@ -247,8 +248,3 @@ def _product_dtype(values: Tensor) -> torch.dtype:
     kind = values.device.type
     autocast = torch.is_autocast_enabled(kind) and values.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if autocast else values.dtype
-
-
-def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """Host values on a device, without waiting for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

@@ -141,8 +141,7 @@ class Model(TrainableDrafter):
         reads: list[Tensor] = []
         for k, trained_BT in enumerate(trained_starts(batch, self.config.num_heads, loss.thin)):
             starts = Starts.where(batch, trained_BT)
-            path_nP = torch.stack([starts.ids_at(1 + i) for i in range(k + 1)], 1)
-            reads.append(self.recomputed(self._read, starts.pick(hidden_BTD), path_nP))
+            reads.append(self.recomputed(self._read, starts.pick(hidden_BTD), starts.paths(k + 1)))
         return distill(reads, self.head_weights(), batch, self.target, self.token_ids_W, loss).parts
 
     def _read(self, hidden: Tensor, path: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ class DecoderLayer(Block):
 
     def over_texts(self, x_BTD: Tensor, batch: TrainingBatch) -> Tensor:
         """The layer's output (B, T, D) over the texts of a training batch; 0 at padding."""
-        tokens = Starts.where(batch, (batch.layout.text_N >= 0).view_as(batch.layout.ids_BT))
+        tokens = Starts.tokens(batch)
         position_1n = sent(tokens.position_n, x_BTD.device)[None]
         tables = rotary_tables(position_1n, self.self_attn.head_dim, self.rope_theta)
         x_1nD = tokens.pick(x_BTD)[None]

@@ -161,7 +161,7 @@ class Model(TrainableDrafter):
     def forward(self, batch: TrainingBatch) -> LossParts:
         loss = self.config.loss
         trained_JBT = trained_starts(batch, self.config.depth, loss.thin)
-        tokens = Starts.where(batch, (batch.layout.text_N >= 0).view_as(batch.layout.ids_BT))
+        tokens = Starts.tokens(batch)
         device = batch.ids_BT.device
         tables = self._tables(sent(tokens.position_n, device)[None])
         prefix: dict[int, tuple[Tensor, Tensor]] = {}  # each layer's keys and values of depth 0, at all places
@@ -171,8 +171,9 @@ class Model(TrainableDrafter):
             prefix[number] = key, value
             return attend(tokens, attention.queries(reads_1nI, tables).transpose(0, 1), prefix[number]).transpose(0, 1)
 
-        next_BT = batch.ids_BT.flatten().roll(-1).view_as(batch.ids_BT)
-        embedded, fused = (tokens.pick(x)[None] for x in (self.target.embed(next_BT), self._fuse(batch.features_BTF)))
+        embedded, fused = (
+            tokens.pick(x)[None] for x in (self.target.embed(batch.next_BT), self._fuse(batch.features_BTF))
+        )
         first_nD = self._run(self._join(embedded.to(self.dtype), fused), attend_texts)[0]
 
         # All mask entries are alike until they attend: one row stands for them, and rotary positions make it n.

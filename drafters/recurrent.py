@@ -91,8 +91,8 @@ class RecurrentDrafter(TrainableDrafter):
             trained_JBT: bool, where each depth is trained, on the host.
             detach: no gradient flows from one depth to the one before.
         """
-        device, next_BT = first_BTD.device, batch.ids_BT.flatten().roll(-1).view_as(batch.ids_BT)
-        joint_1NI, residual_1ND = (x.flatten(0, 1)[None] for x in self._join_ids(next_BT, first_BTD))
+        device = first_BTD.device
+        joint_1NI, residual_1ND = (x.flatten(0, 1)[None] for x in self._join_ids(batch.next_BT, first_BTD))
         tables_N = self._tables(sent(batch.layout.position_N, device))
         prefix = [x_1NHE[0] for x_1NHE in self.attention.keys(joint_1NI, tables_N)]
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import TrainingBatch
-from draftsmith.drafters.layout import sent
 from draftsmith.drafters.starts import Starts, trained_starts
 
 RIDGE = 1e-3
@@ -47,10 +46,9 @@ def later_states(
             squares, products = ([x.to(last_BTD.device) for x in sums] for sums in (squares, products))
             for j, starts_BT in enumerate(trained_starts(batch, depth)):
                 starts = Starts.where(batch, starts_BT)
-                later_n = sent(starts.place_n + j + 1, last_BTD.device)
-                here_nI, later_nD = starts.pick(last_BTD), last_BTD.flatten(0, 1).index_select(0, later_n)
+                here_nI, later_nD = starts.pick(last_BTD), starts.pick(last_BTD, j + 1)
                 if embed is not None:
-                    embedded_nPD = embed(torch.stack([starts.ids_at(1 + i) for i in range(j + 1)], 1))
+                    embedded_nPD = embed(starts.paths(j + 1))
                     here_nI = torch.cat([here_nI, embedded_nPD.flatten(1).float()], 1)
                 squares[j] += here_nI.T @ here_nI
                 products[j] += later_nD.T @ here_nI

@@ -102,14 +102,20 @@ class Starts:
             place_n = torch.cat([place_n, place_n[-1:].expand(rounded(len(place_n)) - len(place_n))])
         return cls(batch, place_n)
 
+    @classmethod
+    def tokens(cls, batch: TrainingBatch) -> "Starts":
+        """The places of all texts: everything but padding."""
+        return cls(batch, (batch.layout.text_N >= 0).nonzero()[:, 0])
+
     @functools.cached_property
     def index_n(self) -> Tensor:
         """`place_n` on the device."""
         return sent(self.place_n, self.device)
 
-    def pick(self, x_BTD: Tensor) -> Tensor:
-        """What stands at the starts: (n, D)."""
-        return self.among_places(x_BTD.flatten(0, 1))
+    def pick(self, x_BTD: Tensor, offset: int = 0) -> Tensor:
+        """What stands at the starts, or so many places behind them: (n, D)."""
+        x_ND = x_BTD.flatten(0, 1)
+        return x_ND.index_select(0, sent(self.place_n + offset, self.device)) if offset else self.among_places(x_ND)
 
     def among_places(self, x_ND: Tensor) -> Tensor:
         """The same of places that are in one row already; no copy where the starts are all places."""
@@ -129,6 +135,10 @@ class Starts:
         """The tokens so many places behind the starts, int64 (n), on the device; any token where the batch ends before that."""
         ids_N = self.layout.ids_BT.flatten()
         return sent(ids_N[(self.place_n + offset).clamp_max(len(ids_N) - 1)], self.device)
+
+    def paths(self, count: int) -> Tensor:
+        """The tokens behind the starts, so many of each: int64 (n, count)."""
+        return torch.stack([self.ids_at(1 + i) for i in range(count)], 1)
 
     def among(self, others: "Starts") -> Tensor:
         """Which of `others` these are, int64 (n), on the host; all of them must be there."""

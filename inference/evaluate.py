@@ -288,30 +288,6 @@ def _speed(pairs: Sequence[tuple[int, float, int, float]], total: Seconds, plain
     }
 
 
-def measure_acceptance(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[list[int]],
-    *,
-    depth: int,
-    temperature: float,
-    max_new: int,
-    batch_size: int,
-) -> dict[str, Any]:
-    """Acceptance metrics alone."""
-    return metrics.acceptance(
-        draft_and_verify(
-            target,
-            drafter,
-            prompts,
-            depth=depth,
-            temperature=temperature,
-            max_new=max_new,
-            batch_size=batch_size,
-        )
-    )
-
-
 def draft_and_verify(
     target: Target,
     drafter: Drafter,

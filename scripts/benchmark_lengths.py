@@ -93,15 +93,20 @@ def step(drafter: TrainableDrafter, batch: TrainingBatch) -> float:
 
 
 def make_drafter(kind: str, device: torch.device) -> TrainableDrafter:
-    config = LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=9, num_key_value_heads=3,
-        vocab_size=49_152, max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device), None, "random weights")
+    target = random_smollm2(8, device)
     drafter = drafters.build(kind, dict(SETTINGS.get(kind, {})), target.shape)
     drafter.initialise(target, torch.ones(target.shape.vocab_size, dtype=torch.int64))
     return drafter.to(device).train()
+
+
+def random_smollm2(num_layers: int, device: torch.device) -> Target:
+    """A target of SmolLM2's sizes with random weights in bf16, and so many layers."""
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=num_layers, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=49_152, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Target(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device), None, "random weights")
 
 
 def spread(length: int, tokens: int) -> list[int]:

@@ -20,13 +20,12 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith import drafters
 from draftsmith.configs import locate
+from draftsmith.drafters.base import TrainableDrafter, TrainingBatch
 from draftsmith.drafters.checkpoint import write_text
-from draftsmith.inference.target import Target
-from draftsmith.scripts.benchmark_lengths import make_batch
+from draftsmith.scripts.benchmark_lengths import make_batch, random_smollm2
 from draftsmith.scripts.resident import Memory
 from draftsmith.train.config import read
 from draftsmith.train.optim import make_optimizers
@@ -95,12 +94,7 @@ def table(options: argparse.Namespace) -> list[str]:
 def measure(kind: str, tokens: int, num_steps: int, recompute: bool) -> dict[str, object]:
     """Seconds of each step, and MiB."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-        vocab_size=49_152, max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device), None, "random weights")
+    target = random_smollm2(30, device)
     memory = Memory() if device.type == "cpu" else None
     floor = 0 if memory else torch.cuda.memory_allocated()
     run = read(locate(f"configs/{kind}_smollm2.yaml"))
@@ -119,13 +113,7 @@ def measure(kind: str, tokens: int, num_steps: int, recompute: bool) -> dict[str
             torch.cuda.reset_peak_memory_stats()
             rest = (torch.cuda.memory_allocated() - floor) / 2**20
         start = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16):
-            parts = drafter(batch)
-        (parts.sum / parts.count).backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), run.optim.clip_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer_step(drafter, batch, optimizers, run.optim.clip_norm)
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
@@ -138,6 +126,19 @@ def measure(kind: str, tokens: int, num_steps: int, recompute: bool) -> dict[str
         "peak": max(peaks),
         "above": max(above[2:]),
     }
+
+
+def optimizer_step(
+    drafter: TrainableDrafter, batch: TrainingBatch, optimizers: list[torch.optim.Optimizer], clip_norm: float
+) -> None:
+    """One whole step in bf16 autocast."""
+    with torch.autocast(batch.ids_BT.device.type, torch.bfloat16):
+        parts = drafter(batch)
+    (parts.sum / parts.count).backward()
+    torch.nn.utils.clip_grad_norm_(drafter.parameters(), clip_norm)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from draftsmith.configs import locate
 from draftsmith.drafters.base import Load, TrainingBatch
 from draftsmith.drafters.compiling import compile_training
 from draftsmith.inference.target import Target
+from draftsmith.scripts.benchmark_training import optimizer_step
 from draftsmith.train.config import FeaturesConfig, RunConfig, read
 from draftsmith.train.data import Sequence
 from draftsmith.train.features import FeatureStore
@@ -59,13 +60,7 @@ def _measure(config: RunConfig, target: Target, device: torch.device, dry: bool)
     load = Load(ready.ids_BT.numel(), ready.layout.num_supervised, len(texts))
 
     def step(batch: TrainingBatch) -> None:
-        with torch.autocast(device.type, torch.bfloat16):
-            parts = drafter(batch)
-        (parts.sum / load.supervised).backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.optim.clip_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer_step(drafter, batch, optimizers, config.optim.clip_norm)
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

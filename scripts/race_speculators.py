@@ -32,8 +32,9 @@ import torch
 from draftsmith import drafters
 from draftsmith.configs import locate
 from draftsmith.drafters.checkpoint import build, write_text
+from draftsmith.inference import metrics
 from draftsmith.inference.conversations import read_conversations
-from draftsmith.inference.evaluate import measure_acceptance, spread
+from draftsmith.inference.evaluate import draft_and_verify, spread
 from draftsmith.inference.load_target import load
 from draftsmith.inference.records import prompt_messages
 from draftsmith.inference.rendering import prompt_ids
@@ -242,7 +243,9 @@ def measure(path: str, drafter: Path, num_prompts: int) -> dict[str, Any]:
     prompts = [prompt_ids(target.tokenizer, prompt_messages(c.messages), c.tools) for c in chosen]
     model = drafters.load(drafter, dtype=torch.bfloat16)
     model.bind(target)
-    return measure_acceptance(target, model, prompts, depth=5, temperature=0.0, max_new=64, batch_size=32)
+    return metrics.acceptance(
+        draft_and_verify(target, model, prompts, depth=5, temperature=0.0, max_new=64, batch_size=32)
+    )
 
 
 def report(options: argparse.Namespace, races: SequenceOf[Race]) -> list[str]:

@@ -5,6 +5,9 @@ saved to disk for what has to go through files and processes.
 """
 
 import os
+import signal
+import subprocess
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +193,21 @@ def make_adapter() -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture(scope="session")
+def kill_at() -> Callable[[subprocess.Popen[str], Path], None]:
+    """Kills a process as soon as a file is there: `kill_at(process, file)`."""
+
+    def kill(process: subprocess.Popen[str], file: Path) -> None:
+        deadline = time.monotonic() + 120
+        while not file.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        _, errors = process.communicate()
+        assert process.returncode == -signal.SIGKILL, errors
+
+    return kill
 
 
 SMOLLM2 = Path(os.environ.get("DRAFTSMITH_SMOLLM2", Path(__file__).parents[1] / ".cache" / "smollm2"))

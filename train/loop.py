@@ -48,14 +48,18 @@ class Plan:
     def __init__(self, config: RunConfig, sequences: list[Sequence], num_processes: int) -> None:
         self._config = config
         self._lengths = [len(sequence.ids) for sequence in sequences]
+        self._newest: tuple[int, list[list[int]]] | None = None
         self.per_step = config.loop.accumulation * num_processes
         self.steps_per_epoch = len(self.epoch(0)) // self.per_step
         self.num_steps = max(1, round(self.steps_per_epoch * config.loop.epochs))
 
     def epoch(self, epoch: int) -> list[list[int]]:
-        """The micro-batches of an epoch in order, each the indices of its sequences."""
-        loop, seed = self._config.loop, self._config.seed
-        return plan_epoch(self._lengths, loop.batch_size, self.per_step, seed, epoch, loop.batch_tokens)
+        """The micro-batches of an epoch in order, each the indices of its sequences; the newest one asked for is kept."""
+        if self._newest is None or self._newest[0] != epoch:
+            loop, seed = self._config.loop, self._config.seed
+            batches = plan_epoch(self._lengths, loop.batch_size, self.per_step, seed, epoch, loop.batch_tokens)
+            self._newest = epoch, batches
+        return self._newest[1]
 
 
 class Loop:
@@ -108,7 +112,7 @@ class Loop:
         self.guard = Guard(config.guard, config.optim.warmup, uniform, config.eval.temperature == 0, metrics.warn)
         self.profile = Profile(config.loop.profile if accelerator.is_main_process else None, self.folder, device)
         self.position = 0.0  # in the learning rate's schedule, in steps
-        self._epoch, self._batches = -1, list[list[int]]()
+        self._announced = -1  # the epoch whose batches the store knows of
 
     def run(self) -> dict[str, Any]:
         """Trains to the end; returns the progress."""
@@ -140,7 +144,8 @@ class Loop:
         accelerator, config = self.accelerator, self.config
         epoch, mine = self.micro_batches(step)
         texts, written = self.texts(step, mine)
-        supervised = sum(sum(sequence.loss_mask[2:]) for text in texts for sequence in text)
+        loads = [_load(text) for text in texts]
+        supervised = sum(load.supervised for load in loads)
         global_count = accelerator.reduce(torch.tensor(float(supervised), device=accelerator.device), "sum").clamp_min(
             1
         )
@@ -156,7 +161,7 @@ class Loop:
                 accelerator.backward(
                     parts.sum * accelerator.num_processes / global_count
                 )  # DDP averages over processes
-            self.meter.add(parts.metrics, _load(text))
+            self.meter.add(parts.metrics, loads[number])
             self.finite.micro_batch(step + 1, indices, text, batch, parts.sum, again)
         self.progress["trained_tokens"] += int(global_count)
         # Under a time budget, as if all steps took equally long.
@@ -179,10 +184,11 @@ class Loop:
         """The epoch that a step is in, and this process's micro-batches of it."""
         first, stride, per_step = self.accelerator.process_index, self.accelerator.num_processes, self.plan.per_step
         epoch, within = divmod(step, self.plan.steps_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._batches = epoch, self.plan.epoch(epoch)
-            self.store.announce(self._batches[within * per_step + first :: stride], epoch)
-        return epoch, self._batches[within * per_step : (within + 1) * per_step][first::stride]
+        batches = self.plan.epoch(epoch)
+        if epoch != self._announced:
+            self._announced = epoch
+            self.store.announce(batches[within * per_step + first :: stride], epoch)
+        return epoch, batches[within * per_step : (within + 1) * per_step][first::stride]
 
     def texts(self, step: int, mine: list[list[int]]) -> tuple[list[list[Sequence]], set[int]]:
         """What the micro-batches of a step say, and which of them the drafter wrote itself."""

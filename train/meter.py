@@ -100,20 +100,14 @@ class Meter:
         window begins."""
         accelerator = self.accelerator
         sums = {name: accelerator.reduce(value, "sum") for name, value in self._sums.items()}
-        mine = [
-            self._tokens,
-            self._flops,
-            self._waited,
-            self.clock.training_seconds - self._start,
-            *self._memory().values(),
-        ]
-        row = torch.tensor([*mine, *self._supervised], dtype=torch.float64, device=accelerator.device)
-        rows = accelerator.gather(row[None]).tolist()
+        elapsed, memory = self.clock.training_seconds - self._start, self._memory()
+        mine = [self._tokens, self._flops, self._waited, elapsed, *memory.values(), *self._supervised]
+        row = torch.tensor(mine, dtype=torch.float64, device=accelerator.device)
+        columns = list(zip(*accelerator.gather(row[None]).tolist(), strict=True))
         num = accelerator.num_processes
-        tokens, flops, waited, seconds = (sum(column) for column in list(zip(*rows, strict=True))[:4])
+        tokens, flops, waited, seconds = (sum(column) for column in columns[:4])
         seconds /= num
-        figures = len(mine)
-        supervised = [int(sum(column)) for column in list(zip(*rows, strict=True))[figures:]]
+        peaks, supervised = columns[4 : 4 + len(memory)], [int(sum(column)) for column in columns[4 + len(memory) :]]
         tflops = flops / seconds / num / 1e12
         values = summarise(sums) | {
             "loss": float((sums["loss"] / sums["supervised"].clamp_min(1)).mean()),
@@ -128,8 +122,7 @@ class Meter:
         }
         if self.peak is not None:
             values["speed/mfu"] = tflops / self.peak
-        for place, name in enumerate(self._memory(), start=4):
-            values[name] = max(row[place] for row in rows)
+        values |= {name: max(column) for name, column in zip(memory, peaks, strict=True)}
         self._begin()
         return values, supervised
 

@@ -154,6 +154,9 @@ class Metrics:
     def _catch_up(self, wandb: WandbRun) -> None:
         """Tells W&B what the files have and it has not."""
         reports = {line.pop("step"): line for line in _lines(self.acceptance)}
+        traces: dict[int, dict[int, list[Any]]] = {}  # by step and prompt
+        for trace in _lines(self.traces):
+            traces.setdefault(trace.pop("step"), {}).setdefault(trace.pop("prompt"), []).append(trace)
         for line in _lines(self.metrics):
             step = line.pop("step")
             if step > self._known:
@@ -161,11 +164,7 @@ class Metrics:
                     {name: math.nan if value is None else value for name, value in line.items()}, step=step
                 )
                 if "acceptance/tau" in line:
-                    traces: dict[int, list[Any]] = {}
-                    for trace in _lines(self.traces):
-                        if trace.pop("step") == step:
-                            traces.setdefault(trace.pop("prompt"), []).append(trace)
-                    wandb.evaluated(step, Evaluation(line, reports[step], traces))
+                    wandb.evaluated(step, Evaluation(line, reports[step], traces.get(step, {})))
 
     def _tell(self, tell: Callable[[], object]) -> None:
         try:

@@ -5,10 +5,9 @@ Everything is fp32 with one thread, so "the same" means the same bits.
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -227,19 +226,16 @@ def test_a_finished_run_is_not_trained_again_and_other_settings_are_refused(fini
 
 
 @pytest.mark.parametrize("finished", DIFFERENT, indirect=True)
-def test_a_run_killed_twice_ends_with_the_same_bits(finished: Path, toy_folder: Path) -> None:
+def test_a_run_killed_twice_ends_with_the_same_bits(
+    finished: Path, toy_folder: Path, kill_at: Callable[..., None]
+) -> None:
     kind = read(finished / "config.yaml").kind
     config = write_config(finished.parent, toy_folder, kind, output="killed")
     killed = finished.parent / "killed"
     for step in (CHECKPOINT_EVERY, 3 * CHECKPOINT_EVERY):
         process = start(config)
         marker = killed / "checkpoints" / f"step-{step:08d}" / "progress.json"
-        deadline = time.monotonic() + 120
-        while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        _, errors = process.communicate()
-        assert process.returncode == -signal.SIGKILL, errors
+        kill_at(process, marker)
         assert not (killed / "finished.json").exists()
     last = run(config)
     assert last.returncode == 0, last.stderr

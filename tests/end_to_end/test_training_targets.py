@@ -6,10 +6,8 @@ Everything is fp32 with one thread, so "the same" means the same bits.
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,7 +227,7 @@ def test_other_answers_want_another_map_and_keep_the_old_one_by_request(
 
 @pytest.mark.parametrize("vocabulary", ["data", "start"])
 def test_a_killed_warm_start_continues_from_its_checkpoint_and_not_from_its_start(
-    vocabulary: str, old: Path, revision: Path, tmp_path: Path
+    vocabulary: str, old: Path, revision: Path, tmp_path: Path, kill_at: Callable[..., None]
 ) -> None:
     """By its own map it does not even need the start any more."""
     copy = tmp_path / "start"
@@ -240,12 +238,7 @@ def test_a_killed_warm_start_continues_from_its_checkpoint_and_not_from_its_star
     run(tmp_path / "whole.yaml")
     process = start(tmp_path / "killed.yaml")
     marker = tmp_path / "killed" / "checkpoints" / "step-00000004" / "progress.json"
-    deadline = time.monotonic() + 120
-    while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    _, errors = process.communicate()
-    assert process.returncode == -signal.SIGKILL, errors
+    kill_at(process, marker)
     if vocabulary == "data":
         shutil.rmtree(copy)
     assert "continuing from step" in run(tmp_path / "killed.yaml")

@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,17 +243,12 @@ def test_a_warning_is_an_alert_a_line_and_a_file(finished: Path, toy_folder: Pat
 
 
 def test_a_killed_run_goes_on_under_its_id_and_no_step_comes_twice(
-    finished: Path, toy_folder: Path, tmp_path: Path
+    finished: Path, toy_folder: Path, tmp_path: Path, kill_at: Callable[..., None]
 ) -> None:
     config = write_config(tmp_path, toy_folder)
     process = start(config)
     marker = tmp_path / "run" / "checkpoints" / "step-00000015" / "progress.json"
-    deadline = time.monotonic() + 120
-    while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    kill_at(process, marker)
     assert "continuing from step" in run(config)
     recorded = Recorded(tmp_path / "run")
     assert len(recorded.folders) == 2 and len({run_.run_id for run_ in recorded.runs}) == 1

@@ -13,9 +13,9 @@ from torch import Tensor
 from draftsmith.drafters import tree
 from draftsmith.drafters.base import Drafter, Pick, Proposal, TargetHead
 from draftsmith.drafters.tree import Plan
-from draftsmith.inference import noise
+from draftsmith.inference import metrics, noise
 from draftsmith.inference.decode import generate
-from draftsmith.inference.evaluate import Settings, agreement, evaluate, measure_acceptance, spread
+from draftsmith.inference.evaluate import Settings, agreement, draft_and_verify, evaluate, spread
 from draftsmith.inference.load_target import load
 from draftsmith.inference.output import Output
 from draftsmith.inference.records import Conversation, prompt_messages
@@ -260,7 +260,8 @@ def test_agreement_lists_a_planted_divergence_with_its_margin(toy: SimpleNamespa
 
 def test_acceptance_alone_is_capped_at_what_the_drafter_can_propose(toy: SimpleNamespace, target: Target) -> None:
     drafter = toy.make_drafter("medusa", target)
-    result = measure_acceptance(target, drafter, [[5, 6], [7]], depth=9, temperature=0.0, max_new=6, batch_size=1)
+    outputs = draft_and_verify(target, drafter, [[5, 6], [7]], depth=9, temperature=0.0, max_new=6, batch_size=1)
+    result = metrics.acceptance(outputs)
     assert len(result["cond_accept"]) == 5
 
 

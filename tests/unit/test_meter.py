@@ -99,11 +99,11 @@ def test_a_kinds_training_flops_are_what_pytorch_counts(kind: str, toy: SimpleNa
 def test_thinned_depths_cost_less(kind: str, toy: SimpleNamespace) -> None:
     target = toy.make_target(dtype=torch.float32)
     drafter = toy.make_drafter(kind, target, loss=dict(thin=0.5)).train()
-    batch = FeatureStore(target, sequences(), drafter.feature_layers, FeaturesConfig()).batch([0, 1, 2, 3])
+    # Four times over: a CPU rounds the number of starts up, which with few texts is more than a quarter of the work.
+    batch = FeatureStore(target, sequences(), drafter.feature_layers, FeaturesConfig()).batch([0, 1, 2, 3] * 4)
     with FlopCounterMode(display=False) as counter:
         drafter(batch).sum.backward()
-    # On a CPU the number of starts is rounded up, which at this size is more than a quarter of the work.
-    assert drafter.training_flops()(Load(160, 120, 4)) == pytest.approx(counter.get_total_flops(), rel=0.3)
+    assert drafter.training_flops()(Load(640, 480, 16)) == pytest.approx(counter.get_total_flops(), rel=0.25)
 
 
 @pytest.mark.parametrize("tied", [False, True])

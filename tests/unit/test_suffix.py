@@ -12,8 +12,9 @@ from draftsmith.drafters.base import Proposal
 from draftsmith.drafters.suffix import Suffix, Text
 from draftsmith.drafters.texts import State
 from draftsmith.drafters.tree import Dynamic, Fixed, Plan, branching, chain
+from draftsmith.inference import metrics
 from draftsmith.inference.decode import generate
-from draftsmith.inference.evaluate import measure_acceptance
+from draftsmith.inference.evaluate import draft_and_verify
 from draftsmith.inference.sampling import Sampler
 from draftsmith.inference.speculation import Speculation
 
@@ -175,7 +176,7 @@ def test_forgetting_leaves_a_drafter_as_it_was_made(toy: SimpleNamespace) -> Non
 def test_a_measurement_does_not_profit_from_the_one_before(toy: SimpleNamespace) -> None:
     target, drafter = toy.make_target("llama", num_hidden_layers=2), Suffix()
     options: dict[str, Any] = {"depth": 3, "temperature": 0.0, "max_new": 15, "batch_size": 2}
-    first, second = (measure_acceptance(target, drafter, PROMPTS, **options) for _ in range(2))
+    first, second = (metrics.acceptance(draft_and_verify(target, drafter, PROMPTS, **options)) for _ in range(2))
     assert first == second and len(drafter.corpus) > 0
 
 

@@ -15,7 +15,8 @@ import yaml
 from draftsmith import drafters
 from draftsmith.drafters.base import TrainableDrafter
 from draftsmith.drafters.vocabulary import vocabulary_hash
-from draftsmith.inference.evaluate import measure_acceptance
+from draftsmith.inference import metrics
+from draftsmith.inference.evaluate import draft_and_verify
 from draftsmith.inference.target import Target
 from draftsmith.train import warm_start
 from draftsmith.train.config import RunConfig, read
@@ -102,8 +103,10 @@ def test_a_warm_started_drafter_is_accepted_as_its_start_is_before_the_first_ste
     drafter, _ = begin(config, target, counts(KEPT))
     prompts = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
     figures = [
-        measure_acceptance(
-            target, one.to(target.dtype).eval(), prompts, depth=3, temperature=0.0, max_new=16, batch_size=2
+        metrics.acceptance(
+            draft_and_verify(
+                target, one.to(target.dtype).eval(), prompts, depth=3, temperature=0.0, max_new=16, batch_size=2
+            )
         )
         for one in (drafter.served(target.shape), drafters.load(config.start))
     ]
